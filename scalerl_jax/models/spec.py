@@ -1,0 +1,144 @@
+"""The shape of a decoder-only transformer, and the list of its arrays.
+
+Each parameter is described once, in `parameter_table`: its shape, its logical
+axes and its initial scale. Initialization, sharding, the parameter count and
+the FLOP count all derive from that table.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+_DTYPES = ('float32', 'bfloat16')
+_REMAT = ('none', 'dots', 'full')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+  """Sizes and options of one decoder-only transformer (hashable, static).
+
+  Attributes:
+    vocab_size: Rows of the embedding, V.
+    num_layers: Transformer blocks, L.
+    model_dim: Width of the residual stream, D.
+    num_heads: Query heads, N; a multiple of `num_kv_heads`.
+    num_kv_heads: Key-value heads, K.
+    head_dim: Width of one head, H; even, for the rotary embedding.
+    hidden_dim: Width of the SwiGLU feed-forward, F.
+    rope_theta: Base of the rotary frequencies.
+    norm_eps: Added to the mean square in RMSNorm.
+    tied_head: True: the LM head is the transposed embedding.
+    qk_norm: True: RMSNorm over each head of q and k, before RoPE (Qwen3).
+    qkv_bias: True: q, k and v have biases (Qwen2.5).
+    dtype: Of the body's activations; logits are float32 in any case.
+    remat: What the backward pass recomputes: `none`, all but matrix products
+      (`dots`), or everything (`full`).
+  """
+
+  vocab_size: int
+  num_layers: int
+  model_dim: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  hidden_dim: int
+  rope_theta: float = 10_000.0
+  norm_eps: float = 1e-6
+  tied_head: bool = True
+  qk_norm: bool = False
+  qkv_bias: bool = False
+  dtype: str = 'float32'
+  remat: str = 'none'
+
+  def __post_init__(self) -> None:
+    """Checks every size and option; raises ValueError."""
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.type is int and value < 1:
+        raise ValueError(f'{field.name}={value} must be at least 1')
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f'num_heads={self.num_heads} must be a multiple of'
+        f' num_kv_heads={self.num_kv_heads}'
+      )
+    if self.head_dim % 2:
+      raise ValueError(f'head_dim={self.head_dim} must be even (RoPE)')
+    if self.dtype not in _DTYPES:
+      raise ValueError(f'dtype={self.dtype!r} must be one of {_DTYPES}')
+    if self.remat not in _REMAT:
+      raise ValueError(f'remat={self.remat!r} must be one of {_REMAT}')
+
+
+class ArrayInfo(NamedTuple):
+  """One parameter: its shape, the name of each axis, its initial scale."""
+
+  shape: tuple[int, ...]
+  axes: tuple[str | None, ...]
+  scale: float | None  # Normal(0, scale); None: ones; 0: zeros.
+
+
+def parameter_table(spec: ModelSpec) -> dict[str, ArrayInfo]:
+  """Lists every array of a model, by its path ('layers/q').
+
+  Arrays of the blocks are stacked on a leading L axis, to be scanned over.
+  Projections that write into the residual stream start 1/√(2L) smaller, as in
+  GPT-2, so that its variance does not grow with depth.
+
+  Args:
+    spec: The model.
+
+  Returns:
+    Path → `ArrayInfo`, in the order of the forward pass.
+  """
+  D, N, K, H, F = (
+    spec.model_dim,
+    spec.num_heads,
+    spec.num_kv_heads,
+    spec.head_dim,
+    spec.hidden_dim,
+  )
+  fan_in = D**-0.5
+  residual = (2 * spec.num_layers) ** -0.5
+  blocks: dict[str, ArrayInfo] = {
+    'attention_norm': ArrayInfo((D,), (None,), None),
+    'q': ArrayInfo((D, N, H), ('embed', 'heads', 'head_dim'), fan_in),
+    'k': ArrayInfo((D, K, H), ('embed', 'kv_heads', 'head_dim'), fan_in),
+    'v': ArrayInfo((D, K, H), ('embed', 'kv_heads', 'head_dim'), fan_in),
+    'o': ArrayInfo(
+      (N, H, D),
+      ('heads', 'head_dim', 'embed'),
+      residual * (N * H) ** -0.5,
+    ),
+    'mlp_norm': ArrayInfo((D,), (None,), None),
+    'gate': ArrayInfo((D, F), ('embed', 'mlp'), fan_in),
+    'up': ArrayInfo((D, F), ('embed', 'mlp'), fan_in),
+    'down': ArrayInfo((F, D), ('mlp', 'embed'), residual * F**-0.5),
+  }
+  if spec.qkv_bias:
+    blocks['q_bias'] = ArrayInfo((N, H), ('heads', 'head_dim'), 0.0)
+    blocks['k_bias'] = ArrayInfo((K, H), ('kv_heads', 'head_dim'), 0.0)
+    blocks['v_bias'] = ArrayInfo((K, H), ('kv_heads', 'head_dim'), 0.0)
+  if spec.qk_norm:
+    blocks['q_norm'] = ArrayInfo((H,), (None,), None)
+    blocks['k_norm'] = ArrayInfo((H,), (None,), None)
+  table = {'embed': ArrayInfo((spec.vocab_size, D), ('vocab', 'embed'), fan_in)}
+  for name, info in blocks.items():
+    table[f'layers/{name}'] = ArrayInfo(
+      (spec.num_layers, *info.shape), ('layers', *info.axes), info.scale
+    )
+  table['final_norm'] = ArrayInfo((D,), (None,), None)
+  if not spec.tied_head:
+    table['head'] = ArrayInfo((D, spec.vocab_size), ('embed', 'vocab'), fan_in)
+  return table
+
+
+def num_parameters(spec: ModelSpec) -> int:
+  """Counts the parameters of a model.
+
+  Args:
+    spec: The model.
+
+  Returns:
+    Number of scalars in all arrays; a tied head counts once.
+  """
+  return sum(math.prod(i.shape) for i in parameter_table(spec).values())
