@@ -10,6 +10,7 @@ written to.
 
 import dataclasses
 import enum
+from typing import Any
 
 from jaxtyping import Bool
 from jaxtyping import Float
@@ -116,3 +117,72 @@ class RolloutGroup:
   request: Request
   rollouts: tuple[Rollout, ...]
   admitted_version: int
+
+
+def to_state(record: Request | Rollout) -> dict[str, Any]:
+  """Turns a record into a dict of JSON values and arrays, for a checkpoint.
+
+  Args:
+    record: A request or a rollout.
+
+  Returns:
+    Field name → value.
+  """
+  return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+
+
+def request_from_state(state: dict[str, Any]) -> Request:
+  """Inverts `to_state` for a request.
+
+  Args:
+    state: From `to_state`.
+
+  Returns:
+    The request.
+  """
+  return Request(**state)
+
+
+def rollout_from_state(state: dict[str, Any]) -> Rollout:
+  """Inverts `to_state` for a rollout.
+
+  Args:
+    state: From `to_state`.
+
+  Returns:
+    The rollout.
+  """
+  reason = FinishReason(state['finish_reason'])
+  return Rollout(**{**state, 'finish_reason': reason})
+
+
+def group_to_state(group: RolloutGroup) -> dict[str, Any]:
+  """Turns a group into nested dicts of JSON values and arrays.
+
+  Args:
+    group: A complete group.
+
+  Returns:
+    Its state.
+  """
+  return {
+    'request': to_state(group.request),
+    'rollouts': [to_state(r) for r in group.rollouts],
+    'admitted_version': group.admitted_version,
+  }
+
+
+def group_from_state(state: dict[str, Any]) -> RolloutGroup:
+  """Inverts `group_to_state`.
+
+  Args:
+    state: From `group_to_state`.
+
+  Returns:
+    The group.
+  """
+  return RolloutGroup(
+    request=request_from_state(state['request']),
+    rollouts=tuple(rollout_from_state(r) for r in state['rollouts']),
+    admitted_version=state['admitted_version'],
+  )

@@ -1,0 +1,42 @@
+"""What the pipeline asks of a generator, whatever generates."""
+
+from typing import Any, Protocol
+
+from scalerl_jax import records
+
+
+class Engine(Protocol):
+  """A generator that streams rollouts and takes new weights in flight."""
+
+  @property
+  def version(self) -> int:
+    """Version of the weights that the next token is sampled with."""
+
+  @property
+  def num_in_flight(self) -> int:
+    """Prompt visits submitted and not yet returned."""
+
+  @property
+  def has_room(self) -> bool:
+    """Whether a new request would find work for its slots soon."""
+
+  def submit(self, request: records.Request) -> None:
+    """Queues a request; it starts when slots are free."""
+
+  def step(self) -> list[records.RolloutGroup]:
+    """Generates for a while and returns the groups that became complete."""
+
+  def update_weights(self, params: Any, version: int) -> None:
+    """Swaps the weights; running rollouts go on and keep their cache."""
+
+  def refresh_cache(self) -> None:
+    """Recomputes the cache of running rollouts with the current weights."""
+
+  def state(self) -> dict[str, Any]:
+    """Everything in flight, as nested dicts of JSON values and arrays."""
+
+  def load_state(self, state: dict[str, Any]) -> None:
+    """Continues from `state()`; weights must be set before."""
+
+  def close(self) -> None:
+    """Frees what the engine holds."""
