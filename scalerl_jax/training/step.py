@@ -1,0 +1,313 @@
+"""The train step: the only one, whatever the recipe.
+
+    rewards ──filters──> keep ──advantage──> Â per rollout ──> per token
+    masks ──aggregation──> weights           (global batch, no parameters)
+    for each microbatch: tokens ──policy──> log π ──loss──> Σ weights · ℓ
+    gradients ──optimizer──> new state
+
+Filtering, advantages and weights are computed once for the whole batch, so
+that microbatches only add up.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from jaxtyping import Bool
+from jaxtyping import Float
+import optax
+
+from scalerl_jax import arrays
+from scalerl_jax import losses
+from scalerl_jax import recipes
+from scalerl_jax.training import state as state_lib
+
+NUM_LAG_BINS = 16
+NUM_POSITION_BUCKETS = 4
+_ROWS = jax.sharding.PartitionSpec(('data', 'fsdp'))
+
+
+class StepMetrics(NamedTuple):
+  """Scalars of one step, over the tokens that count in the loss unless said."""
+
+  loss: Float[Array, '']
+  grad_norm: Float[Array, '']  # Before clipping.
+  update_skipped: Float[Array, '']  # 1: loss or gradient was not finite.
+  num_tokens: Float[Array, '']
+  num_prompts: Float[Array, '']  # With a valid rollout.
+  num_prompts_kept: Float[Array, '']
+  zero_variance_fraction: Float[Array, '']  # Of prompts with a valid rollout.
+  num_rollouts_masked: Float[Array, '']  # Not valid, padding included.
+  reward_mean: Float[Array, '']  # Over valid rollouts, before filters.
+  policy_entropy: Float[Array, '']
+  ratio_mean: Float[Array, '']
+  ratio_max: Float[Array, '']
+  ratio_min: Float[Array, '']
+  ratio_capped_fraction: Float[Array, '']  # Above the recipe's bound.
+  kl_behavior: Float[Array, '']  # k3 estimate of KL(μ ‖ π).
+  logp_diff_mean: Float[Array, '']  # Mean |log π - log μ|.
+  logp_diff_max: Float[Array, '']
+  logp_diff_by_position: Float[Array, ' Q']  # Mean in quarters of the row.
+  lag_mean: Float[Array, '']  # Updates, at consumption.
+  lag_max: Float[Array, '']
+  lag_histogram: Float[Array, ' A']  # Tokens of lag 0, 1, ..., 15 or more.
+
+
+class Targets(NamedTuple):
+  """What the loss needs besides the policy; a function of the batch alone."""
+
+  mask: Bool[Array, 'B T']
+  weights: Float[Array, 'B T']
+  advantages: Float[Array, 'B T']
+  keep: Bool[Array, ' R']
+
+
+def make_targets(recipe: recipes.Recipe, batch: arrays.Batch) -> Targets:
+  """Filters the rollouts, computes advantages, spreads both over tokens.
+
+  Args:
+    recipe: The algorithm.
+    batch: The global batch.
+
+  Returns:
+    `Targets`; masked tokens have weight and advantage 0.
+  """
+  num_rollouts = batch.rewards.shape[0]
+  rewards = jnp.where(batch.valid, batch.rewards, 0.0)
+  keep = batch.valid
+  for f in recipe.filters:
+    keep &= f(rewards, batch.prompt_index, batch.valid, num_prompts=num_rollouts)
+  advantage = recipe.advantage(
+    rewards, batch.prompt_index, keep, num_prompts=num_rollouts
+  )
+  rollout = jnp.maximum(batch.rollout_index, 0)
+  mask = batch.loss_mask & (batch.rollout_index >= 0) & keep[rollout]
+  weights = recipe.aggregation(
+    mask,
+    batch.rollout_index,
+    batch.prompt_index,
+    num_rollouts=num_rollouts,
+    num_prompts=num_rollouts,
+  )
+  spread = jnp.where(mask, advantage[rollout], 0.0)
+  return Targets(mask, jnp.where(mask, weights, 0.0), spread, keep)
+
+
+def make_train_step(
+  apply_fn: Callable[..., arrays.TokenScores],
+  tx: optax.GradientTransformation,
+  recipe: recipes.Recipe,
+  *,
+  mesh: jax.sharding.Mesh | None = None,
+  num_microbatches: int = 1,
+) -> Callable[
+  [state_lib.TrainState, arrays.Batch],
+  tuple[state_lib.TrainState, StepMetrics],
+]:
+  """Makes the jitted step `(TrainState, Batch) -> (TrainState, StepMetrics)`.
+
+  The state is donated: publish a copy of the parameters before the next step.
+  An update whose loss or gradient is not finite changes nothing but the
+  counters, and is counted in `update_skipped`.
+
+  Args:
+    apply_fn: (params, tokens, positions, segment_ids) → `TokenScores`, column t
+      about token t, at the sampling temperature.
+    tx: The optimizer.
+    recipe: The algorithm.
+    mesh: None: one device. Else rows are sharded over its `data` and `fsdp`
+      axes, and the state keeps the sharding that it comes with.
+    num_microbatches: Equal parts in which the rows are processed, one after
+      the other; the result does not depend on it.
+
+  Returns:
+    The step. It raises ValueError, when traced, where the rows are not
+    divisible by microbatches times row shards.
+  """
+  row_shards = 1
+  if mesh is not None:
+    row_shards = mesh.shape['data'] * mesh.shape['fsdp']
+
+  def part_loss(
+    params: Any, part: arrays.Batch, targets: Targets
+  ) -> tuple[jax.Array, arrays.TokenScores]:
+    scores = apply_fn(params, part.tokens, part.positions, part.segment_ids)
+    mask = targets.mask
+    # The double-where: NaN behind the mask must not reach a gradient.
+    logp = jnp.where(mask, scores.logp, 0.0)
+    behavior = jnp.where(mask, part.behavior_logp, 0.0)
+    per_token = recipe.policy_loss(
+      logp,
+      behavior,
+      targets.advantages,
+      mask,
+      part.rollout_index,
+      num_rollouts=targets.keep.shape[0],
+    )
+    if recipe.kl_weight:
+      if part.reference_logp is None:
+        raise ValueError('kl_weight > 0 needs reference_logp in the batch')
+      reference = jnp.where(mask, part.reference_logp, 0.0)
+      per_token += recipe.kl_weight * recipe.kl(logp, reference)
+    loss = jnp.sum(jnp.where(mask, targets.weights * per_token, 0.0))
+    return loss, jax.lax.stop_gradient(scores)
+
+  grad_fn = jax.value_and_grad(part_loss, has_aux=True)
+
+  def accumulate(
+    params: Any, batch: arrays.Batch, targets: Targets
+  ) -> tuple[jax.Array, arrays.TokenScores, Any]:
+    if num_microbatches == 1:
+      (loss, scores), grads = grad_fn(params, batch, targets)
+      return loss, scores, grads
+
+    def add(carry: Any, part: Any) -> Any:
+      (loss, scores), grads = grad_fn(params, *part)
+      return jax.tree.map(jnp.add, carry, (loss, grads)), scores
+
+    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    parts = _split_rows((batch, targets), num_microbatches)
+    (loss, grads), scores = jax.lax.scan(add, zero, parts)
+    return loss, jax.tree.map(_join_rows, scores), grads
+
+  def step(
+    state: state_lib.TrainState, batch: arrays.Batch
+  ) -> tuple[state_lib.TrainState, StepMetrics]:
+    rows = batch.tokens.shape[0]
+    if rows % (num_microbatches * row_shards):
+      raise ValueError(
+        f'{rows} rows must be divisible by num_microbatches={num_microbatches}'
+        f' times {row_shards} row shards of the mesh'
+      )
+    if mesh is not None:
+      sharding = jax.sharding.NamedSharding(mesh, _ROWS)
+      batch = jax.tree.map(
+        lambda x: jax.lax.with_sharding_constraint(x, sharding)
+        if x.ndim == 2
+        else x,
+        batch,
+      )
+    targets = make_targets(recipe, batch)
+    loss, scores, grads = accumulate(state.params, batch, targets)
+    grad_norm = optax.global_norm(grads)
+    ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    select = lambda new, old: jnp.where(ok, new, old)  # noqa: E731
+    new_state = state_lib.TrainState(
+      params=jax.tree.map(select, params, state.params),
+      opt_state=jax.tree.map(select, opt_state, state.opt_state),
+      version=state.version + 1,
+      nonfinite_streak=jnp.where(ok, 0, state.nonfinite_streak + 1),
+    )
+    metrics = diagnose(
+      recipe, batch, targets, scores, version=state.version
+    )._replace(
+      loss=loss,
+      grad_norm=grad_norm,
+      update_skipped=1.0 - ok.astype(jnp.float32),
+    )
+    return new_state, metrics
+
+  return jax.jit(step, donate_argnums=0)
+
+
+def diagnose(
+  recipe: recipes.Recipe,
+  batch: arrays.Batch,
+  targets: Targets,
+  scores: arrays.TokenScores,
+  *,
+  version: jax.Array,
+) -> StepMetrics:
+  """Computes the metrics of a step from the inputs of its loss.
+
+  Args:
+    recipe: The algorithm.
+    batch: The global batch.
+    targets: From `make_targets`.
+    scores: Of the policy, before the update.
+    version: Of the policy, before the update.
+
+  Returns:
+    Metrics; loss, grad_norm and update_skipped are 0, to be filled in.
+  """
+  mask = targets.mask
+  count = jnp.sum(mask).astype(jnp.float32)
+
+  def mean(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(count, 1.0)
+
+  difference = jnp.where(mask, scores.logp - batch.behavior_logp, 0.0)
+  ratio = jnp.exp(difference)
+  lag = jnp.where(mask, version - batch.policy_version, 0)
+  bins = jnp.where(mask, jnp.clip(lag, 0, NUM_LAG_BINS - 1), NUM_LAG_BINS)
+  histogram = jnp.zeros(NUM_LAG_BINS + 1).at[bins.reshape(-1)].add(1.0)
+  bound = jnp.inf if recipe.max_ratio is None else recipe.max_ratio
+  valid = batch.valid.astype(jnp.float32)
+  prompts = _num_prompts(batch, batch.valid)
+  kept = _num_prompts(batch, targets.keep)
+  total_reward = jnp.sum(jnp.where(batch.valid, batch.rewards, 0.0))
+  zero = jnp.zeros(())
+  return StepMetrics(
+    loss=zero,
+    grad_norm=zero,
+    update_skipped=zero,
+    num_tokens=count,
+    num_prompts=prompts,
+    num_prompts_kept=kept,
+    zero_variance_fraction=(prompts - kept) / jnp.maximum(prompts, 1.0),
+    num_rollouts_masked=jnp.sum(1.0 - valid),
+    reward_mean=total_reward / jnp.maximum(jnp.sum(valid), 1.0),
+    policy_entropy=mean(scores.entropy),
+    ratio_mean=mean(ratio),
+    ratio_max=jnp.max(jnp.where(mask, ratio, 0.0)),
+    ratio_min=jnp.min(jnp.where(mask, ratio, jnp.inf), initial=jnp.inf),
+    ratio_capped_fraction=mean((ratio > bound).astype(jnp.float32)),
+    kl_behavior=mean(losses.kl_k3(jnp.zeros_like(difference), difference)),
+    logp_diff_mean=mean(jnp.abs(difference)),
+    logp_diff_max=jnp.max(jnp.abs(difference)),
+    logp_diff_by_position=_by_position(jnp.abs(difference), mask),
+    lag_mean=mean(lag.astype(jnp.float32)),
+    lag_max=jnp.max(lag).astype(jnp.float32),
+    lag_histogram=histogram[:NUM_LAG_BINS],
+  )
+
+
+def _num_prompts(batch: arrays.Batch, valid: jax.Array) -> jax.Array:
+  seen = jax.ops.segment_max(
+    valid.astype(jnp.float32),
+    batch.prompt_index,
+    num_segments=valid.shape[0],
+  )
+  return jnp.sum(seen > 0).astype(jnp.float32)
+
+
+def _by_position(difference: jax.Array, mask: jax.Array) -> jax.Array:
+  T = mask.shape[1]
+  bucket = jnp.arange(T) * NUM_POSITION_BUCKETS // T
+  totals = jnp.zeros(NUM_POSITION_BUCKETS).at[bucket].add(
+    jnp.sum(jnp.where(mask, difference, 0.0), axis=0)
+  )
+  counts = jnp.zeros(NUM_POSITION_BUCKETS).at[bucket].add(
+    jnp.sum(mask, axis=0).astype(jnp.float32)
+  )
+  return totals / jnp.maximum(counts, 1.0)
+
+
+def _split_rows(tree: Any, num_parts: int) -> Any:
+  """Splits [B, T] leaves into [M, B/M, T]; repeats the others."""
+
+  def split(x: jax.Array) -> jax.Array:
+    if x.ndim != 2:
+      return jnp.broadcast_to(x, (num_parts, *x.shape))
+    # Strided, so that every shard of the rows takes part in every microbatch.
+    return x.reshape(x.shape[0] // num_parts, num_parts, -1).swapaxes(0, 1)
+
+  return jax.tree.map(split, tree)
+
+
+def _join_rows(x: jax.Array) -> jax.Array:
+  return x.swapaxes(0, 1).reshape(-1, x.shape[-1])
