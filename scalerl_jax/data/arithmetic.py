@@ -1,13 +1,13 @@
-"""The toy task: chains of arithmetic on two-digit numbers, worked line by line.
+"""The toy task: chains of digit arithmetic modulo 10, worked line by line.
 
-A problem is a two-digit number and some operations with one digit each, done
-from left to right, of which only the last two digits are kept:
+A problem is a digit and some operations with one digit each, done from left to
+right, of which only the last digit is kept (a difference is modulo 10 too):
 
-    prompt    47+8*3-9=
-    solution  <think>47+8=55
-              55*3=65
-              65-9=56
-              </think>56<end>
+    prompt    4+8*3-9=
+    solution  <think>4+8=2
+              2*3=6
+              6-9=7
+              </think>7<end>
 
 Difficulty is the number of operations, and multiplications are harder than the
 rest. Problems are split by a hash of their prompt, so that the warm start, the
@@ -24,7 +24,7 @@ import numpy as np
 
 from scalerl_jax import records
 
-_MODULUS = 100
+_MODULUS = 10
 _OPERATORS = '+-*'
 
 
@@ -41,7 +41,7 @@ class Chain:
   """One problem.
 
   Attributes:
-    start: First number, in [0, 100).
+    start: First digit.
     operations: (operator, digit) pairs, applied from left to right.
   """
 
@@ -52,21 +52,21 @@ class Chain:
   def prompt(self) -> str:
     """What the policy is shown."""
     tail = ''.join(f'{op}{digit}' for op, digit in self.operations)
-    return f'{self.start:02d}{tail}='
+    return f'{self.start}{tail}='
 
   def lines(self) -> list[str]:
     """The worked lines; the last one ends in the answer."""
     value, lines = self.start, []
     for op, digit in self.operations:
       result = _apply(value, op, digit)
-      lines.append(f'{value:02d}{op}{digit}={result:02d}\n')
+      lines.append(f'{value}{op}{digit}={result}\n')
       value = result
     return lines
 
   @property
   def answer(self) -> str:
-    """The final number, two digits."""
-    return self.lines()[-1][-3:-1]
+    """The final digit."""
+    return self.lines()[-1][-2]
 
 
 def split_of(prompt: str) -> Split:

@@ -1,0 +1,77 @@
+"""A byte tokenizer with the markers of a reasoning policy."""
+
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+_SPECIAL = {'<pad>': 256, '<think>': 257, '</think>': 258, '<end>': 259}
+_NAMES = {i: name for name, i in _SPECIAL.items()}
+_PATTERN = re.compile('(' + '|'.join(map(re.escape, _SPECIAL)) + ')')
+
+
+class Tokenizer(Protocol):
+  """What the pipeline needs of a tokenizer."""
+
+  vocab_size: int
+  pad_id: int
+  end_id: int
+  end_think_id: int
+
+  def encode(self, text: str) -> list[int]:
+    """Turns text into token ids, special tokens by their names."""
+
+  def decode(self, token_ids: Sequence[int]) -> str:
+    """Turns token ids into text, special tokens as their names."""
+
+
+class ByteTokenizer:
+  """UTF-8 bytes are ids 0 to 255; four markers follow.
+
+  Attributes:
+    vocab_size: Number of ids, 260.
+    pad_id: `<pad>`.
+    think_id: `<think>`.
+    end_think_id: `</think>`.
+    end_id: `<end>`, which stops a response.
+  """
+
+  vocab_size = 260
+  pad_id = _SPECIAL['<pad>']
+  think_id = _SPECIAL['<think>']
+  end_think_id = _SPECIAL['</think>']
+  end_id = _SPECIAL['<end>']
+
+  def encode(self, text: str) -> list[int]:
+    """Turns text into ids; the names of markers become their ids.
+
+    Args:
+      text: Any text.
+
+    Returns:
+      Token ids.
+    """
+    ids: list[int] = []
+    for part in _PATTERN.split(text):
+      if part in _SPECIAL:
+        ids.append(_SPECIAL[part])
+      else:
+        ids.extend(part.encode('utf-8'))
+    return ids
+
+  def decode(self, token_ids: Sequence[int]) -> str:
+    """Turns ids into text; bytes that are not UTF-8 become U+FFFD.
+
+    Args:
+      token_ids: Ids in [0, 260).
+
+    Returns:
+      Text, markers as their names.
+    """
+    parts, run = [], bytearray()
+    for i in token_ids:
+      if int(i) in _NAMES:
+        parts += [run.decode('utf-8', errors='replace'), _NAMES[int(i)]]
+        run = bytearray()
+      else:
+        run.append(int(i))
+    return ''.join(parts) + run.decode('utf-8', errors='replace')
