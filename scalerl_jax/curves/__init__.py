@@ -1,14 +1,14 @@
 """Compute-performance curves: the law, its fit, forecasts and verdicts."""
 
-from scalerl_jax.curves.fit import as_dict as as_dict
-from scalerl_jax.curves.fit import fit as fit
-from scalerl_jax.curves.fit import SigmoidFit as SigmoidFit
-from scalerl_jax.curves.forecast import Forecast as Forecast
-from scalerl_jax.curves.forecast import forecast as forecast
-from scalerl_jax.curves.forecast import Verdict as Verdict
-from scalerl_jax.curves.forecast import verdict as verdict
-from scalerl_jax.curves.sigmoid import sigmoid as sigmoid
-from scalerl_jax.curves.sigmoid import SigmoidParams as SigmoidParams
+from scalerl_jax.curves.fitting import as_dict as as_dict
+from scalerl_jax.curves.fitting import fit as fit
+from scalerl_jax.curves.fitting import SigmoidFit as SigmoidFit
+from scalerl_jax.curves.forecasting import Forecast as Forecast
+from scalerl_jax.curves.forecasting import forecast as forecast
+from scalerl_jax.curves.forecasting import Verdict as Verdict
+from scalerl_jax.curves.forecasting import verdict as verdict
+from scalerl_jax.curves.law import sigmoid as sigmoid
+from scalerl_jax.curves.law import SigmoidParams as SigmoidParams
 
 __all__ = (
   'Forecast',

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from scipy import stats
 
-from scalerl_jax.curves import fit as fit_lib
+from scalerl_jax.curves import fitting
 
 OF = ('curve', 'observation')
 _FAIL = 0.1
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 
 def forecast(
-  fit: fit_lib.SigmoidFit,
+  fit: fitting.SigmoidFit,
   compute: Sequence[float] | np.ndarray,
   *,
   level: float = 0.9,
@@ -68,7 +68,7 @@ def forecast(
 
 
 def verdict(
-  fit: fit_lib.SigmoidFit, *, target: float, budget: float
+  fit: fitting.SigmoidFit, *, target: float, budget: float
 ) -> Verdict:
   """Decides whether more compute is worth it.
 
@@ -98,14 +98,14 @@ def verdict(
 
 
 def _moments(
-  fit: fit_lib.SigmoidFit, compute: Sequence[float] | np.ndarray, of: str
+  fit: fitting.SigmoidFit, compute: Sequence[float] | np.ndarray, of: str
 ) -> tuple[np.ndarray, np.ndarray]:
   p = fit.params
   with jax.enable_x64(True):
     theta = jax.numpy.array([p.r0, p.a, np.log(p.b), np.log(p.c_mid)])
     x = jax.numpy.asarray(compute, jax.numpy.float64)
-    mean = np.asarray(fit_lib.model(theta, x))
-    gradient = np.asarray(jax.jacfwd(fit_lib.model)(theta, x))
+    mean = np.asarray(fitting.model(theta, x))
+    gradient = np.asarray(jax.jacfwd(fitting.model)(theta, x))
   if not np.isfinite(fit.covariance).all():
     return mean, np.full(mean.shape, np.inf)
   variance = np.einsum('ci,ij,cj->c', gradient, fit.covariance, gradient)

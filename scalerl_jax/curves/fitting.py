@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from scalerl_jax.curves import sigmoid as sigmoid_lib
+from scalerl_jax.curves import law
 
 METHODS = ('least_squares', 'paper_grid')
 LEVEL = 0.9  # Of the intervals.
@@ -28,8 +28,8 @@ _MIN_BEND = 1.6
 class SigmoidFit(NamedTuple):
   """A fitted curve and how far it can be trusted."""
 
-  params: sigmoid_lib.SigmoidParams
-  intervals: sigmoid_lib.SigmoidParams  # Of (low, high) pairs, level 0.9.
+  params: law.SigmoidParams
+  intervals: law.SigmoidParams  # Of (low, high) pairs, level 0.9.
   residual_std: float  # Corrected for the number of parameters.
   identifiable: bool  # False: the data cannot bound A.
   warnings: tuple[str, ...]  # In plain language.
@@ -131,10 +131,10 @@ def model(theta: jax.Array, x: jax.Array) -> jax.Array:
   Returns:
     Pass rate.
   """
-  params = sigmoid_lib.SigmoidParams(
+  params = law.SigmoidParams(
     theta[0], theta[1], jnp.exp(theta[2]), jnp.exp(theta[3])
   )
-  return sigmoid_lib.sigmoid(x, params)
+  return law.sigmoid(x, params)
 
 
 _jacobian = jax.jit(jax.jacfwd(model))
@@ -267,7 +267,7 @@ def _summarize(
 ) -> SigmoidFit:
   r0, a, log_b, log_c = (float(t) for t in theta)
   log_c += np.log(scale)
-  params = sigmoid_lib.SigmoidParams(
+  params = law.SigmoidParams(
     r0, a, float(np.exp(log_b)), float(np.exp(log_c))
   )
   free = [0, 1, 2, 3] if free_r0 else [1, 2, 3]
@@ -290,7 +290,7 @@ def _summarize(
     0.0 if i not in free else t * float(np.sqrt(max(covariance[i, i], 0.0)))
     for i in range(4)
   ]
-  intervals = sigmoid_lib.SigmoidParams(
+  intervals = law.SigmoidParams(
     (max(r0 - half[0], 0.0), min(r0 + half[0], 1.0)),  # type: ignore[arg-type]
     (max(a - half[1], 0.0), min(a + half[1], 1.0)),  # type: ignore[arg-type]
     _log_interval(log_b, half[2]),  # type: ignore[arg-type]
@@ -310,7 +310,7 @@ def _summarize(
   )
 
 
-def _gained(x: np.ndarray, params: sigmoid_lib.SigmoidParams) -> np.ndarray:
+def _gained(x: np.ndarray, params: law.SigmoidParams) -> np.ndarray:
   with np.errstate(divide='ignore', over='ignore'):
     return np.where(x > 0, 1 / (1 + (params.c_mid / x) ** params.b), 0.0)
 
@@ -321,7 +321,7 @@ def _log_interval(log_value: float, half: float) -> tuple[float, float]:
 
 
 def _warnings(
-  params: sigmoid_lib.SigmoidParams,
+  params: law.SigmoidParams,
   half_width: float,
   x: np.ndarray,
   y: np.ndarray,

@@ -1,0 +1,1 @@
+"""What a run leaves behind: compute, metrics, curve and report."""
