@@ -66,6 +66,10 @@ class PromptSampler:
     """The current epoch; -1 before the first visit."""
     return self._epoch
 
+  def visit(self, number: int, epoch: int, problem_index: int) -> Visit:
+    """Rebuilds a visit that was drawn before, from a checkpoint."""
+    return Visit(number, epoch, problem_index)
+
   def next(self) -> Visit:
     """Draws the next visit.
 

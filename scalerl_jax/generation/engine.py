@@ -17,6 +17,10 @@ class Engine(Protocol):
     """Prompt visits submitted and not yet returned."""
 
   @property
+  def in_flight(self) -> dict[int, int]:
+    """Visit → version of its first token, of what is not yet returned."""
+
+  @property
   def has_room(self) -> bool:
     """Whether a new request would find work for its slots soon."""
 

@@ -84,6 +84,21 @@ class JaxEngine:
     self._refresh = self._compile('refresh', decode.refresh)
     self._unstack = jax.jit(transformer.unstack_layers)
 
+  def fork(self, *, key: jax.Array) -> 'JaxEngine':
+    """Makes an engine with slots of its own that shares the compiled code.
+
+    Args:
+      key: Sampling key of the new engine.
+
+    Returns:
+      The engine, without weights.
+    """
+    other = JaxEngine(self.spec, key=key, prefill_rows=self._prefill_rows)
+    other.num_compiles = self.num_compiles
+    other._admit, other._run = self._admit, self._run
+    other._refresh, other._unstack = self._refresh, self._unstack
+    return other
+
   def _compile(self, name: str, fn: Any) -> Any:
     def counted(*args: Any) -> decode.DecodeState:
       self.num_compiles[name] += 1
@@ -100,6 +115,14 @@ class JaxEngine:
   def num_in_flight(self) -> int:
     """Prompt visits submitted and not yet returned."""
     return len(self._active)
+
+  @property
+  def in_flight(self) -> dict[int, int]:
+    """Visit → version of its first token; the current one if it waits."""
+    return {
+      visit: p.admitted_version if p.admitted_version >= 0 else self._version
+      for visit, p in self._active.items()
+    }
 
   @property
   def has_room(self) -> bool:

@@ -1,0 +1,78 @@
+"""Sharding rules: which mesh axis each named axis of a parameter lies on.
+
+Rows of a batch lie on (data, fsdp), parameters on fsdp and tensor; parameters
+are replicated over data.
+"""
+
+from collections.abc import Mapping, Sequence
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+MESH_AXES = ('data', 'fsdp', 'tensor', 'expert')
+
+RULES: Mapping[str, str | None] = {
+  'layers': None,
+  'vocab': 'tensor',
+  'embed': 'fsdp',
+  'heads': 'tensor',
+  'kv_heads': 'tensor',
+  'head_dim': None,
+  'mlp': 'tensor',
+}
+
+
+def make_mesh(
+  shape: Sequence[int], *, devices: Sequence[Any] | None = None
+) -> jax.sharding.Mesh:
+  """Arranges devices in a mesh of `MESH_AXES`.
+
+  Args:
+    shape: Devices along data, fsdp, tensor and expert.
+    devices: Which; None: the first of all.
+
+  Returns:
+    The mesh, its axes automatic.
+
+  Raises:
+    ValueError: There are fewer devices than the mesh needs.
+  """
+  found = list(jax.devices() if devices is None else devices)
+  needed = math.prod(shape)
+  if needed > len(found):
+    raise ValueError(
+      f'mesh {dict(zip(MESH_AXES, shape, strict=True))} needs {needed} devices,'
+      f' {len(found)} found'
+    )
+  grid = np.array(found[:needed]).reshape(tuple(shape))
+  return jax.sharding.Mesh(grid, MESH_AXES)
+
+
+def param_shardings(axes: Any, mesh: jax.sharding.Mesh) -> Any:
+  """Resolves the logical axes of parameters.
+
+  Args:
+    axes: Tree of tuples of logical names (None: not sharded).
+    mesh: A mesh of `MESH_AXES`.
+
+  Returns:
+    Tree of `NamedSharding`.
+
+  Raises:
+    ValueError: An axis has no rule, or two dimensions of one array land on the
+      same mesh axis.
+  """
+
+  def resolve(names: tuple[str | None, ...]) -> jax.sharding.NamedSharding:
+    unknown = [n for n in names if n is not None and n not in RULES]
+    if unknown:
+      raise ValueError(f'logical axes {unknown} have no rule in {list(RULES)}')
+    spec = [None if n is None else RULES[n] for n in names]
+    used = [s for s in spec if s is not None]
+    if len(set(used)) != len(used):
+      raise ValueError(f'axes {names} put two dimensions on one of {used}')
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+  return jax.tree.map(resolve, axes, is_leaf=lambda x: isinstance(x, tuple))
