@@ -97,9 +97,12 @@ def batch_normalized(
   count = jnp.maximum(jnp.sum(valid), 1).astype(difference.dtype)
   # Centered values have mean 0 over valid rollouts, so this is the variance.
   std = jnp.sqrt(jnp.sum(jnp.square(difference)) / count)
-  # Below this only rounding is left of identical rewards.
-  tiny = 1e-6
-  return jnp.where(std > tiny, difference / jnp.maximum(std, tiny), 0.0)
+  # Below this only the rounding of the means is left of identical rewards.
+  tiny = 1e-6 * jnp.max(jnp.where(valid, jnp.abs(rewards), 0.0), initial=0.0)
+  has_spread = std > tiny
+  return jnp.where(
+    has_spread, difference / jnp.where(has_spread, std, 1.0), 0.0
+  )
 
 
 def leave_one_out(

@@ -1,8 +1,9 @@
 """No-positive-resampling: prompts that are solved leave the later epochs.
 
 See arXiv:2510.13786, §3.2: a prompt whose pass rate reaches 0.9 is not sampled
-in subsequent epochs. Here the pass rate is that of its last complete visit, and
-a prompt that has left stays out.
+in subsequent epochs. Here the pass rate is that of its last complete visit: a
+prompt that has left is not visited, so it stays out. Visits may complete out
+of order; the one of the latest epoch counts.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ class PassRates(NamedTuple):
   """What is known of every problem; host arrays, replaced, never written."""
 
   last_pass_rate: Float[np.ndarray, ' M']  # NaN: never visited.
-  last_epoch: Int[np.ndarray, ' M']  # Of that visit; -1: never visited.
+  last_visit_epoch: Int[np.ndarray, ' M']  # Of that visit; -1: never visited.
 
 
 def init(num_problems: int) -> PassRates:
@@ -31,7 +32,7 @@ def init(num_problems: int) -> PassRates:
   """
   return PassRates(
     last_pass_rate=np.full(num_problems, np.nan, np.float64),
-    last_epoch=np.full(num_problems, -1, np.int64),
+    last_visit_epoch=np.full(num_problems, -1, np.int64),
   )
 
 
@@ -48,16 +49,28 @@ def update(
   Args:
     state: Before.
     problem_index: The problem, in [0, M).
-    num_correct: Correct rollouts of the visit.
+    num_correct: Correct rollouts of the visit, at most num_scored.
     num_scored: Scored rollouts of the visit; 0 leaves the state as it is.
-    epoch: Epoch of the visit.
+    epoch: Epoch of the visit; before the last one known: changes nothing.
 
   Returns:
     The state after.
+
+  Raises:
+    ValueError: A count or the index is out of its range.
   """
-  if num_scored == 0:
+  num_problems = len(state.last_pass_rate)
+  if not 0 <= problem_index < num_problems:
+    raise ValueError(
+      f'problem_index={problem_index} must be in [0, {num_problems})'
+    )
+  if not 0 <= num_correct <= num_scored:
+    raise ValueError(
+      f'num_correct={num_correct} must be in [0, num_scored={num_scored}]'
+    )
+  if num_scored == 0 or epoch < state.last_visit_epoch[problem_index]:
     return state
-  rates, epochs = state.last_pass_rate.copy(), state.last_epoch.copy()
+  rates, epochs = state.last_pass_rate.copy(), state.last_visit_epoch.copy()
   rates[problem_index] = num_correct / num_scored
   epochs[problem_index] = epoch
   return PassRates(rates, epochs)
@@ -76,6 +89,7 @@ def active(
   Returns:
     True where the problem is visited.
   """
-  known = (state.last_epoch >= 0) & (state.last_epoch < epoch)
+  visited = state.last_visit_epoch
+  known = (visited >= 0) & (visited < epoch)
   solved = np.nan_to_num(state.last_pass_rate, nan=0.0) >= threshold
   return ~(known & solved)

@@ -22,7 +22,8 @@ def zero_variance(
 
   See arXiv:2510.13786, §3.2: identical rewards carry no gradient; the prompt
   leaves the loss and every denominator, and is not replaced. It is a property
-  of the group, whatever the rest of the batch does.
+  of the group, whatever the rest of the batch does. NaN is not a reward: such
+  a rollout is treated as not valid.
 
   Args:
     rewards: Reward of each rollout; anything where not valid.
@@ -34,6 +35,7 @@ def zero_variance(
   Returns:
     True where the rollout is valid and its prompt is kept.
   """
+  valid &= ~jnp.isnan(rewards)
   high = jax.ops.segment_max(
     jnp.where(valid, rewards, -jnp.inf), prompt_index, num_segments=num_prompts
   )

@@ -80,9 +80,14 @@ class Interruption:
         f'min_tokens={self.min_tokens} must be in [1, max_tokens='
         f'{self.max_tokens}]'
       )
-    if not self.phrase_ids or self.answer_tokens < 1:
+    if not isinstance(self.phrase_ids, tuple) or not self.phrase_ids:
       raise ValueError(
-        f'phrase_ids={self.phrase_ids} must not be empty and answer_tokens='
+        f'phrase_ids={self.phrase_ids!r} must be a tuple of token ids, not'
+        ' empty, the last of which ends the thinking'
+      )
+    if min(self.phrase_ids) < 0 or self.answer_tokens < 1:
+      raise ValueError(
+        f'phrase_ids={self.phrase_ids} must not be negative and answer_tokens='
         f'{self.answer_tokens} must be at least 1'
       )
 
@@ -154,16 +159,16 @@ class Interruption:
     Returns:
       The state after.
     """
-    position = state.phrase_position + is_forced
+    position = state.phrase_position + is_forced.astype(jnp.int32)
     ended = ~is_forced & (token == self.phrase_ids[-1])
     forced_out = is_forced & (position >= len(self.phrase_ids))
     thinks = ~state.answering & ~is_forced
     return InterruptionState(
       budget=state.budget,
-      thinking_tokens=state.thinking_tokens + thinks,
+      thinking_tokens=state.thinking_tokens + thinks.astype(jnp.int32),
       phrase_position=position,
       answering=state.answering | ended | forced_out,
-      answer_tokens=state.answer_tokens + state.answering,
+      answer_tokens=state.answer_tokens + state.answering.astype(jnp.int32),
     )
 
   def exhausted(self, state: InterruptionState) -> Bool[Array, ' N']:

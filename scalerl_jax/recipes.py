@@ -230,6 +230,9 @@ def make(name: str, **args: Any) -> Recipe:
   except TypeError as error:
     valid = list(inspect.signature(RECIPES[name]).parameters)
     raise ValueError(f'recipe {name!r} takes {valid}: {error}') from None
+  for argument, value in args.items():
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+      raise ValueError(f'recipe {name!r}: {argument}={value!r} is not a number')
   return RECIPES[name](**args)
 
 
@@ -289,7 +292,7 @@ def _clipped(
 
 
 def _checked_cap(max_ratio: float) -> float:
-  if max_ratio < 1:
+  if not max_ratio >= 1:
     raise ValueError(
       f'max_ratio={max_ratio} caps the ratio itself and must be at least 1'
     )

@@ -9,3 +9,21 @@ import jax  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
+
+
+@pytest.fixture
+def strict_dtypes():
+  """No implicit promotion between dtypes; for our own pure functions."""
+  with jax.numpy_dtype_promotion('strict'):
+    yield
+
+
+@pytest.fixture
+def unchecked_signatures():
+  """As a user runs the package: without the checks of annotations."""
+  jaxtyping.config.update('jaxtyping_disable', True)
+  yield
+  jaxtyping.config.update('jaxtyping_disable', False)

@@ -1,22 +1,34 @@
 """Compute-performance curves: the law, its fit, forecasts and verdicts."""
 
+from scalerl_jax.curves.bootstrapping import Bootstrap as Bootstrap
+from scalerl_jax.curves.bootstrapping import bootstrap as bootstrap
+from scalerl_jax.curves.comparison import Comparison as Comparison
+from scalerl_jax.curves.comparison import compare as compare
+from scalerl_jax.curves.fitting import SigmoidFit as SigmoidFit
 from scalerl_jax.curves.fitting import as_dict as as_dict
 from scalerl_jax.curves.fitting import fit as fit
-from scalerl_jax.curves.fitting import SigmoidFit as SigmoidFit
 from scalerl_jax.curves.forecasting import Forecast as Forecast
-from scalerl_jax.curves.forecasting import forecast as forecast
 from scalerl_jax.curves.forecasting import Verdict as Verdict
+from scalerl_jax.curves.forecasting import forecast as forecast
 from scalerl_jax.curves.forecasting import verdict as verdict
-from scalerl_jax.curves.law import sigmoid as sigmoid
 from scalerl_jax.curves.law import SigmoidParams as SigmoidParams
+from scalerl_jax.curves.law import sigmoid as sigmoid
+from scalerl_jax.curves.power_law import PowerLawFit as PowerLawFit
+from scalerl_jax.curves.power_law import fit_power_law as fit_power_law
 
 __all__ = (
+  'Bootstrap',
+  'Comparison',
   'Forecast',
+  'PowerLawFit',
   'SigmoidFit',
   'SigmoidParams',
   'Verdict',
   'as_dict',
+  'bootstrap',
+  'compare',
   'fit',
+  'fit_power_law',
   'forecast',
   'sigmoid',
   'verdict',

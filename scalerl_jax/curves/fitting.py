@@ -23,6 +23,7 @@ _ITERATIONS = 60
 # A sigmoid in log compute bends at C_mid: before about 1.6 C_mid the ceiling
 # and the midpoint trade off against each other.
 _MIN_BEND = 1.6
+_MIN_POINTS = 5  # One more than the parameters.
 
 
 class SigmoidFit(NamedTuple):
@@ -37,6 +38,7 @@ class SigmoidFit(NamedTuple):
   num_points: int
   num_free: int
   max_compute: float
+  points: tuple[np.ndarray, np.ndarray, np.ndarray]  # Compute, rate, weight.
 
 
 def fit(
@@ -70,7 +72,7 @@ def fit(
     ValueError: Shapes that differ, values that are not finite or out of range,
       an unknown method, or fewer than 2 points left.
   """
-  x, y, w = _checked(compute, pass_rate, weights, min_compute)
+  x, y, w = checked(compute, pass_rate, weights, min_compute)
   if method not in METHODS:
     raise ValueError(f'method={method!r} must be one of {METHODS}')
   if r0 is not None and not 0 <= r0 < 1:
@@ -93,6 +95,35 @@ def fit(
   return _summarize(theta, jacobian, x, y, w, scale, free_r0)
 
 
+def refit(result: SigmoidFit, *, a: float) -> law.SigmoidParams:
+  """Refits B and C_mid with the ceiling held.
+
+  Args:
+    result: A fit; its R0 and its points are kept.
+    a: The ceiling, in (R0, 1].
+
+  Returns:
+    The parameters.
+
+  Raises:
+    ValueError: `a` is not above R0, or above 1.
+  """
+  p = result.params
+  if not p.r0 < a <= 1:
+    raise ValueError(f'a={a} must be in (r0, 1] = ({p.r0}, 1]')
+  x, y, w = result.points
+  pad = -len(x) % _PAD
+  with jax.enable_x64(True):
+    theta = _held_descent(
+      jnp.array([p.r0, a, np.log(p.b), 0.0]),
+      *(jnp.asarray(np.pad(v, (0, pad))) for v in (x / p.c_mid, y, w)),
+    )
+  log_b, log_c = np.asarray(theta)[2:]
+  return law.SigmoidParams(
+    p.r0, a, float(np.exp(log_b)), float(np.exp(log_c)) * p.c_mid
+  )
+
+
 def as_dict(result: SigmoidFit) -> dict[str, Any]:
   """Turns a fit into JSON values, as in `fit.json`.
 
@@ -109,7 +140,7 @@ def as_dict(result: SigmoidFit) -> dict[str, Any]:
   return {
     'params': {k: finite(v) for k, v in result.params._asdict().items()},
     'intervals': {
-      k: [finite(v) for v in pair]  # type: ignore[attr-defined]
+      k: [finite(v) for v in pair]
       for k, pair in result.intervals._asdict().items()
     },
     'level': LEVEL,
@@ -131,10 +162,8 @@ def model(theta: jax.Array, x: jax.Array) -> jax.Array:
   Returns:
     Pass rate.
   """
-  params = law.SigmoidParams(
-    theta[0], theta[1], jnp.exp(theta[2]), jnp.exp(theta[3])
-  )
-  return law.sigmoid(x, params)
+  params = (theta[0], theta[1], jnp.exp(theta[2]), jnp.exp(theta[3]))
+  return law.sigmoid(x, law.SigmoidParams._make(params))
 
 
 _jacobian = jax.jit(jax.jacfwd(model))
@@ -187,6 +216,14 @@ def _grid_search(
   return thetas.reshape(-1, 4)[jnp.argmin(losses)]
 
 
+@jax.jit
+def _held_descent(
+  theta: jax.Array, x: jax.Array, y: jax.Array, w: jax.Array
+) -> jax.Array:
+  free = jnp.array([0.0, 0.0, 1.0, 1.0])
+  return _descend(theta, x=x, y=y, w=w, free=free)[0]
+
+
 def _descend(
   theta: jax.Array,
   *,
@@ -207,7 +244,7 @@ def _descend(
     b = jnp.clip(theta[2], jnp.log(0.05), jnp.log(50.0))
     return jnp.stack([r0, a, b, jnp.clip(theta[3], -30.0, 30.0)])
 
-  def body(_: int, carry: Any) -> Any:
+  def body(_: jax.Array, carry: Any) -> Any:
     theta, loss, damping = carry
     jacobian = jax.jacfwd(model)(theta, x) * free[None, :]
     residual = model(theta, x) - y
@@ -227,9 +264,23 @@ def _descend(
   return theta, loss
 
 
-def _checked(
+def checked(
   compute: Any, pass_rate: Any, weights: Any, min_compute: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Validates the points and drops those that do not count.
+
+  Args:
+    compute: As for `fit`.
+    pass_rate: As for `fit`.
+    weights: As for `fit`.
+    min_compute: As for `fit`.
+
+  Returns:
+    Compute, pass rate and weight of the points that are left, as float64.
+
+  Raises:
+    ValueError: As for `fit`.
+  """
   x = np.asarray(compute, np.float64)
   y = np.asarray(pass_rate, np.float64)
   w = np.ones_like(x) if weights is None else np.asarray(weights, np.float64)
@@ -267,12 +318,10 @@ def _summarize(
 ) -> SigmoidFit:
   r0, a, log_b, log_c = (float(t) for t in theta)
   log_c += np.log(scale)
-  params = law.SigmoidParams(
-    r0, a, float(np.exp(log_b)), float(np.exp(log_c))
-  )
+  params = law.SigmoidParams(r0, a, float(np.exp(log_b)), float(np.exp(log_c)))
   free = [0, 1, 2, 3] if free_r0 else [1, 2, 3]
   n, k = len(x), len(free)
-  predicted = r0 + (a - r0) * _gained(x, params)
+  predicted = r0 + (a - r0) * law.gained(x, params)
   sum_squares = float(np.sum(w * (predicted - y) ** 2))
   dof = n - k
   variance = sum_squares / dof if dof > 0 else np.nan
@@ -280,9 +329,7 @@ def _summarize(
   covariance = np.zeros((4, 4))
   conditioned = np.linalg.cond(normal) < 1e14 and dof > 0
   block = (
-    np.linalg.inv(normal) * variance
-    if conditioned
-    else np.full((k, k), np.inf)
+    np.linalg.inv(normal) * variance if conditioned else np.full((k, k), np.inf)
   )
   covariance[np.ix_(free, free)] = block
   t = float(stats.t.ppf(0.5 + LEVEL / 2, dof)) if dof > 0 else np.inf
@@ -290,13 +337,15 @@ def _summarize(
     0.0 if i not in free else t * float(np.sqrt(max(covariance[i, i], 0.0)))
     for i in range(4)
   ]
-  intervals = law.SigmoidParams(
-    (max(r0 - half[0], 0.0), min(r0 + half[0], 1.0)),  # type: ignore[arg-type]
-    (max(a - half[1], 0.0), min(a + half[1], 1.0)),  # type: ignore[arg-type]
-    _log_interval(log_b, half[2]),  # type: ignore[arg-type]
-    _log_interval(log_c, half[3]),  # type: ignore[arg-type]
+  intervals = law.SigmoidParams._make(
+    (
+      (max(r0 - half[0], 0.0), min(r0 + half[0], 1.0)),
+      (max(a - half[1], 0.0), min(a + half[1], 1.0)),
+      _log_interval(log_b, half[2]),
+      _log_interval(log_c, half[3]),
+    )
   )
-  warnings = _warnings(params, half[1], x, y, dof)
+  warnings = _warnings(params, half[1], x, y)
   return SigmoidFit(
     params=params,
     intervals=intervals,
@@ -307,12 +356,8 @@ def _summarize(
     num_points=n,
     num_free=k,
     max_compute=float(x.max()),
+    points=(x, y, w),
   )
-
-
-def _gained(x: np.ndarray, params: law.SigmoidParams) -> np.ndarray:
-  with np.errstate(divide='ignore', over='ignore'):
-    return np.where(x > 0, 1 / (1 + (params.c_mid / x) ** params.b), 0.0)
 
 
 def _log_interval(log_value: float, half: float) -> tuple[float, float]:
@@ -325,9 +370,8 @@ def _warnings(
   half_width: float,
   x: np.ndarray,
   y: np.ndarray,
-  dof: int,
 ) -> tuple[str, ...]:
-  if dof < 1:
+  if len(x) < _MIN_POINTS:
     return (f'{len(x)} evaluations are too few to fit this curve',)
   if np.ptp(y) == 0:
     return ('the pass rate did not change',)

@@ -41,6 +41,11 @@ def forecast(
 
       Var R(C) = gᵀ Σ g,   g = ∂R/∂θ;   plus σ² for a new observation
 
+  The interval holds for independent noise around a run that follows the law.
+  Evaluations of one run are correlated and a run can leave its law, so that
+  beyond the data it is too narrow: of 47 later evaluations of six published
+  runs the 90 % interval of an observation covers 34.
+
   Args:
     fit: A fit.
     compute: Where, in the unit of the fit.

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from scipy import special
 
 
 class SigmoidParams(NamedTuple):
@@ -19,9 +21,7 @@ class SigmoidParams(NamedTuple):
   c_mid: float  # Compute at which half of A - R0 is gained.
 
 
-def sigmoid(
-  compute: jax.typing.ArrayLike, params: SigmoidParams
-) -> jax.Array:
+def sigmoid(compute: jax.typing.ArrayLike, params: SigmoidParams) -> jax.Array:
   """Evaluates the law.
 
       R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)
@@ -40,3 +40,18 @@ def sigmoid(
   gained = jax.nn.sigmoid(params.b * (log_c - jnp.log(params.c_mid)))
   gained = jnp.where(positive, gained, 0.0)
   return params.r0 + (params.a - params.r0) * gained
+
+
+def gained(compute: np.ndarray, params: SigmoidParams) -> np.ndarray:
+  """Evaluates the gained fraction of A - R0 on the host, in float64.
+
+  Args:
+    compute: C, not negative.
+    params: The parameters, scalars.
+
+  Returns:
+    1 / (1 + (C_mid / C)^B), in [0, 1].
+  """
+  with np.errstate(divide='ignore'):
+    log_c = np.log(compute)
+  return special.expit(params.b * (log_c - np.log(params.c_mid)))

@@ -1,7 +1,7 @@
 """Problems, tokens, and the order in which problems are visited."""
 
-from scalerl_jax.data.problems import check_disjoint as check_disjoint
 from scalerl_jax.data.problems import DataError as DataError
+from scalerl_jax.data.problems import check_disjoint as check_disjoint
 from scalerl_jax.data.problems import fingerprint as fingerprint
 from scalerl_jax.data.problems import read_problems as read_problems
 from scalerl_jax.data.sampler import PromptSampler as PromptSampler

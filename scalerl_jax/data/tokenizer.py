@@ -1,14 +1,15 @@
 """A byte tokenizer with the markers of a reasoning policy."""
 
-import re
 from collections.abc import Sequence
-from typing import Protocol
+import re
+from typing import Protocol, runtime_checkable
 
 _SPECIAL = {'<pad>': 256, '<think>': 257, '</think>': 258, '<end>': 259}
 _NAMES = {i: name for name, i in _SPECIAL.items()}
 _PATTERN = re.compile('(' + '|'.join(map(re.escape, _SPECIAL)) + ')')
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
   """What the pipeline needs of a tokenizer."""
 

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from scalerl_jax import records
 
 
+@runtime_checkable
 class Engine(Protocol):
   """A generator that streams rollouts and takes new weights in flight."""
 

@@ -5,6 +5,7 @@ r = π_ref(y) / π(y), y sampled from π: k1 is unbiased with high variance, k2 
 biased with low variance, k3 is unbiased and never negative.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 from jaxtyping import Float
@@ -25,7 +26,11 @@ def kl_k1(
 
   Returns:
     Estimate of each token, nats; may be negative.
+
+  Raises:
+    ValueError: The shapes differ.
   """
+  _check_shapes(policy_logp, reference_logp)
   return policy_logp - reference_logp
 
 
@@ -40,7 +45,11 @@ def kl_k2(
 
   Returns:
     Estimate of each token, nats; not negative.
+
+  Raises:
+    ValueError: The shapes differ.
   """
+  _check_shapes(policy_logp, reference_logp)
   return 0.5 * jnp.square(policy_logp - reference_logp)
 
 
@@ -55,7 +64,19 @@ def kl_k3(
 
   Returns:
     Estimate of each token, nats; not negative. log r is bounded to ±30.
+
+  Raises:
+    ValueError: The shapes differ.
   """
+  _check_shapes(policy_logp, reference_logp)
   log_ratio = reference_logp - policy_logp
   log_ratio = jnp.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
   return jnp.expm1(log_ratio) - log_ratio
+
+
+def _check_shapes(policy_logp: jax.Array, reference_logp: jax.Array) -> None:
+  if policy_logp.shape != reference_logp.shape:
+    raise ValueError(
+      f'policy_logp {policy_logp.shape} and reference_logp'
+      f' {reference_logp.shape} must have the same shape: one value per token'
+    )

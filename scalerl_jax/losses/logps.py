@@ -13,6 +13,11 @@ from jaxtyping import Int
 
 from scalerl_jax import arrays
 
+# Logits of a chunk by default: float32 values, and tokens (more are slower on
+# a CPU, where fresh large buffers are dear).
+_MAX_CHUNK = 2**26
+_MAX_CHUNK_TOKENS = 4096
+
 
 def token_logps(
   hidden: Float[Array, 'B T D'],
@@ -20,7 +25,7 @@ def token_logps(
   targets: Int[Array, 'B T'],
   *,
   temperature: float = 1.0,
-  chunk_size: int = 4096,
+  chunk_size: int | None = None,
   softcap: float | None = None,
 ) -> arrays.TokenScores:
   """Scores targets under the softmax of an LM head, in float32.
@@ -38,7 +43,7 @@ def token_logps(
     targets: Token ids in [0, V).
     temperature: τ, positive: the one that the engine sampled with.
     chunk_size: Tokens whose logits exist at one time; peak memory is
-      chunk_size · V floats.
+      chunk_size · V floats. None: at most 4,096, and 256 MiB of logits.
     softcap: None, or c to squash the logits by c · tanh(z / c) before the
       temperature (Gemma 2).
 
@@ -48,9 +53,12 @@ def token_logps(
   Raises:
     ValueError: temperature or chunk_size is not positive, or the shapes differ.
   """
-  if temperature <= 0 or chunk_size < 1:
+  if chunk_size is None:
+    chunk_size = max(1, min(_MAX_CHUNK_TOKENS, _MAX_CHUNK // head.shape[-1]))
+  if not temperature > 0 or chunk_size < 1:
     raise ValueError(
-      f'temperature={temperature} and chunk_size={chunk_size} must be positive'
+      f'temperature={temperature} and chunk_size={chunk_size} must be positive;'
+      ' pass the temperature that the engine sampled with'
     )
   B, T, D = hidden.shape
   if targets.shape != (B, T) or head.shape[0] != D:
@@ -58,32 +66,52 @@ def token_logps(
       f'hidden {hidden.shape}, head {head.shape} and targets {targets.shape}'
       ' must be [B, T, D], [D, V] and [B, T]'
     )
+  # Outside the chunks, so that their gradients add up in float32.
+  weights = head.astype(jnp.float32)
 
+  @jax.checkpoint
   def score(h: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    logits = h.astype(jnp.float32) @ head.astype(jnp.float32)  # [chunk, V]
+    logits = h.astype(jnp.float32) @ weights  # [chunk, V]
     if softcap is not None:
       logits = softcap * jnp.tanh(logits / softcap)
-    logits = logits / temperature
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, y[:, None], axis=-1)[:, 0]
-    probs = jnp.exp(logits - log_z[:, None])
-    return chosen - log_z, log_z - jnp.sum(probs * logits, axis=-1)
+    return _logp_and_entropy(logits / temperature, y)
 
-  num_tokens = B * T
-  num_chunks = -(-num_tokens // chunk_size)
-  size = num_tokens if num_chunks <= 1 else chunk_size
-  pad = max(num_chunks, 1) * size - num_tokens
-  flat = jnp.pad(hidden.reshape(num_tokens, D), ((0, pad), (0, 0)))
-  ids = jnp.pad(targets.reshape(num_tokens), (0, pad))
-  if num_chunks <= 1:
-    logp, entropy = jax.checkpoint(score)(flat, ids)
+  if chunk_size >= B * T:
+    logp, entropy = score(hidden.reshape(B * T, D), targets.reshape(B * T))
   else:
-    chunks = (flat.reshape(-1, size, D), ids.reshape(-1, size))
-    logp, entropy = jax.lax.map(
-      lambda chunk: jax.checkpoint(score)(*chunk), chunks
+    rows = 1 if chunk_size < B else B
+    shape = (rows, B * T // rows)
+    chunks = (
+      _split(hidden.reshape(*shape, D), chunk_size // rows),
+      _split(targets.reshape(shape), chunk_size // rows),
     )
-  shape = (B, T)
-  return arrays.TokenScores(
-    logp.reshape(-1)[:num_tokens].reshape(shape),
-    entropy.reshape(-1)[:num_tokens].reshape(shape),
-  )
+    parts = jax.lax.map(lambda chunk: score(*chunk), chunks)
+    logp, entropy = (_join(x, *shape) for x in parts)
+  return arrays.TokenScores(logp.reshape(B, T), entropy.reshape(B, T))
+
+
+def _logp_and_entropy(
+  logits: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  log_z = jax.nn.logsumexp(logits, axis=-1)
+  chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+  probs = jnp.exp(logits - log_z[:, None])
+  return chosen - log_z, log_z - jnp.sum(probs * logits, axis=-1)
+
+
+def _split(x: jax.Array, columns: int) -> jax.Array:
+  """Splits [B, T, ...] into [chunks, B · columns, ...], zero-padded.
+
+  A chunk holds a piece of every row, so that it lies on all shards of the
+  rows. If it were a run of rows, every device of a mesh would compute it.
+  """
+  B, T, *rest = x.shape
+  pad = -T % columns
+  x = jnp.pad(x, ((0, 0), (0, pad), *[(0, 0)] * len(rest)))
+  parts = x.reshape(B, -1, columns, *rest).swapaxes(0, 1)
+  return parts.reshape(-1, B * columns, *rest)
+
+
+def _join(x: jax.Array, B: int, T: int) -> jax.Array:
+  """Inverts `_split` for [chunks, B · columns]."""
+  return x.reshape(x.shape[0], B, -1).swapaxes(0, 1).reshape(B, -1)[:, :T]

@@ -50,7 +50,7 @@ def cispo(
   Raises:
     ValueError: max_ratio is below 1, or the shapes do not fit.
   """
-  if max_ratio < 1:
+  if not max_ratio >= 1:
     raise ValueError(
       f'max_ratio={max_ratio} caps the ratio itself and must be at least 1;'
       ' a clip range such as 0.2 belongs to clipped_surrogate'
@@ -91,9 +91,7 @@ def clipped_surrogate(
   """
   _check_clips(clip_low, clip_high)
   _check_shapes(policy_logp, behavior_logp, advantages)
-  return _clipped(
-    policy_logp - behavior_logp, advantages, clip_low, clip_high
-  )
+  return _clipped(policy_logp - behavior_logp, advantages, clip_low, clip_high)
 
 
 def gspo(

@@ -74,9 +74,7 @@ class ComputeMeter(NamedTuple):
   @property
   def device_hours(self) -> float:
     """Device-hours of generation and training."""
-    return (
-      self.generation_seconds + self.training_seconds
-    ) / _SECONDS_PER_HOUR
+    return (self.generation_seconds + self.training_seconds) / _SECONDS_PER_HOUR
 
   @property
   def flops(self) -> float:

@@ -1,0 +1,148 @@
+"""Runs or resumes an experiment.
+
+    python launch/run.py --config=configs/toy.py[:VARIANT] [--workdir=DIR]
+        [--config.FIELD=VALUE ...] [--dry_run]
+
+Bad input ends with one line on stderr and exit code 2.
+"""
+
+from collections.abc import Sequence
+import json
+import logging
+import os
+import pathlib
+import sys
+
+from absl import flags
+import jax
+from ml_collections import config_flags
+
+from scalerl_jax import config as config_lib
+from scalerl_jax import data
+
+_CONFIG = config_flags.DEFINE_config_file(
+  'config', None, 'Config file, as FILE or FILE:VARIANT.', lock_config=True
+)
+_WORKDIR = flags.DEFINE_string(
+  'workdir',
+  None,
+  "The run's directory; a run that is there already is resumed. Default:"
+  ' runs/FILE-VARIANT-seedSEED.',
+)
+_DRY_RUN = flags.DEFINE_bool(
+  'dry_run', False, 'Check the config and the problem files, and stop.'
+)
+
+
+class _UsageError(Exception):
+  """Arguments that cannot be used; the message is one line."""
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs one command line.
+
+  Args:
+    argv: Arguments, the program's name first.
+
+  Returns:
+    The exit code.
+  """
+  logging.basicConfig(level=logging.WARNING, format='%(message)s')
+  logging.getLogger('scalerl_jax').setLevel(logging.INFO)
+  try:
+    if not _parse_flags(argv):
+      return 0
+    run_config = _read_config()
+    workdir = _workdir(run_config)
+    if _DRY_RUN.value:
+      _check_data(run_config)
+      print(json.dumps(config_lib.to_dict(run_config), indent=2))
+      print(f'would run in {workdir}')
+      return 0
+    _use_compilation_cache()
+    # Not before the config is known to be right: it imports everything.
+    from scalerl_jax import build
+
+    print(build.run(run_config, workdir))
+  except (_UsageError, config_lib.ConfigError, data.DataError) as error:
+    print(f'error: {_one_line(error)}', file=sys.stderr)
+    return 2
+  return 0
+
+
+def _parse_flags(argv: Sequence[str]) -> bool:
+  """Parses flags; False: help was asked for and given."""
+  if any(a.lstrip('-') in ('help', 'h') for a in argv[1:]):
+    print(__doc__)
+    return False
+  try:
+    rest = flags.FLAGS(list(argv))
+  except Exception as error:
+    # The config file is a user's program, and an override may meet any fault
+    # of it: whatever is raised here is about the command line.
+    raise _UsageError(_one_line(error)) from None
+  if len(rest) > 1:
+    raise _UsageError(
+      f'unexpected arguments {rest[1:]}; flags are --NAME=VALUE'
+    )
+  return True
+
+
+def _read_config() -> config_lib.RunConfig:
+  if flags.FLAGS['config'].value is None:
+    raise _UsageError('--config is missing; try --config=configs/toy.py')
+  try:
+    config = _CONFIG.value.to_dict()
+  except Exception as error:
+    raise _UsageError(f'--config: {_one_line(error)}') from None
+  return config_lib.from_config_dict(config)
+
+
+def _workdir(run_config: config_lib.RunConfig) -> pathlib.Path:
+  if _WORKDIR.value:
+    return pathlib.Path(_WORKDIR.value)
+  filename = config_flags.get_config_filename(flags.FLAGS['config'])
+  path, _, variant = filename.partition(':')
+  name = f'{pathlib.Path(path).stem}-{variant or run_config.recipe}'
+  return pathlib.Path('runs') / f'{name}-seed{run_config.seed}'
+
+
+def _check_data(run_config: config_lib.RunConfig) -> None:
+  found = []
+  for path in (run_config.data.train_path, run_config.data.eval_path):
+    if path:
+      found.append(
+        data.read_problems(
+          path,
+          tokenizer=data.ByteTokenizer(),
+          max_prompt_tokens=run_config.data.max_prompt_tokens,
+        )
+      )
+  if len(found) == 2:
+    data.check_disjoint(*found)
+
+
+def _use_compilation_cache() -> None:
+  if jax.config.jax_compilation_cache_dir is None:
+    root = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+    path = pathlib.Path(root) / 'scalerl_jax' / 'compilation'
+    jax.config.update('jax_compilation_cache_dir', str(path))
+
+
+def _one_line(error: Exception) -> str:
+  if isinstance(error, (AttributeError, KeyError)):
+    # The message is a repr inside a repr, of the field and a suggestion.
+    name, *hint = str(error.args[0]).replace('\\n', '\n').splitlines()
+    field = name.strip('"\\\'')
+    return ' '.join([f'--config has no field {field!r}.', *hint]).rstrip(
+      '"\\\''
+    )
+  text = str(error)
+  lines = [line.strip() for line in text.splitlines() if line.strip()]
+  if 'Traceback' in text or 'Failed loading' in text:
+    return lines[-1]
+  return ' '.join(lines)
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv))

@@ -1,0 +1,139 @@
+"""From a ConfigDict to a `RunConfig` and back."""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+import typing
+from typing import Any
+
+import ml_collections
+
+from scalerl_jax.config import run_config
+
+
+class ConfigError(ValueError):
+  """A configuration that cannot run; the message is one line."""
+
+
+def from_config_dict(
+  config: ml_collections.ConfigDict | Mapping[str, Any],
+) -> run_config.RunConfig:
+  """Reads and checks a configuration.
+
+  Args:
+    config: A ConfigDict, or nested mappings.
+
+  Returns:
+    The configuration.
+
+  Raises:
+    ConfigError: A field is unknown, missing, of the wrong type or out of its
+      range, or fields contradict each other.
+  """
+  parsed = _parse(run_config.RunConfig, config, '')
+  assert isinstance(parsed, run_config.RunConfig)
+  return parsed
+
+
+def to_dict(config: run_config.RunConfig) -> dict[str, Any]:
+  """Turns a configuration into nested dicts of JSON values.
+
+  Args:
+    config: The configuration.
+
+  Returns:
+    What `from_config_dict` reads back to an equal configuration.
+  """
+  return dataclasses.asdict(config)
+
+
+def differences(
+  before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[str]:
+  """Lists the fields in which two configurations differ.
+
+  Args:
+    before: From `to_dict`, perhaps through JSON.
+    after: The same.
+
+  Returns:
+    'field: before -> after' for each, sorted by field.
+  """
+  old, new = _flatten(before, ''), _flatten(after, '')
+  missing = '(none)'
+  return [
+    f'{name}: {old.get(name, missing)} -> {new.get(name, missing)}'
+    for name in sorted(old.keys() | new.keys())
+    if old.get(name, missing) != new.get(name, missing)
+  ]
+
+
+def _flatten(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+  flat: dict[str, Any] = {}
+  for name, value in node.items():
+    if isinstance(value, Mapping):
+      flat |= _flatten(value, f'{prefix}{name}.')
+    else:
+      flat[prefix + name] = value
+  return flat
+
+
+def _parse(cls: type[Any], node: Any, prefix: str) -> Any:
+  """Builds a section; `prefix` is '' or ends in a dot."""
+  where = prefix.rstrip('.') or 'config'
+  values = _to_mapping(node, where)
+  fields = {f.name: f for f in dataclasses.fields(cls)}
+  for name in values:
+    if name not in fields:
+      raise ConfigError(
+        f'{prefix}{name} is not a field; {where} has {sorted(fields)}'
+      )
+  types = typing.get_type_hints(cls)
+  parsed = {}
+  for name, field in fields.items():
+    if name in values:
+      parsed[name] = _convert(types[name], values[name], prefix + name)
+    elif dataclasses.is_dataclass(types[name]):
+      parsed[name] = _parse(types[name], {}, f'{prefix}{name}.')
+    elif _is_required(field):
+      raise ConfigError(f'{prefix}{name} is missing; it has no default')
+  try:
+    return cls(**parsed)
+  except ValueError as error:
+    raise ConfigError(f'{prefix}{error}') from None
+
+
+def _convert(kind: Any, value: Any, name: str) -> Any:
+  if dataclasses.is_dataclass(kind):
+    return _parse(typing.cast(type[Any], kind), value, f'{name}.')
+  if typing.get_origin(kind) is dict:
+    return dict(_to_mapping(value, name))
+  is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  if kind is float and is_number:
+    if not math.isfinite(value):
+      raise ConfigError(f'{name}={value} must be finite')
+    return float(value)
+  # A bool is an int, but not a count.
+  if type(value) is not kind:
+    raise ConfigError(
+      f'{name}={value!r} must be of type {kind.__name__}, got'
+      f' {type(value).__name__}'
+    )
+  return value
+
+
+def _to_mapping(node: Any, name: str) -> Mapping[str, Any]:
+  if isinstance(node, ml_collections.ConfigDict):
+    node = node.to_dict()
+  if not isinstance(node, Mapping):
+    raise ConfigError(
+      f'{name}={node!r} must be a section of fields, got {type(node).__name__}'
+    )
+  return node
+
+
+def _is_required(field: 'dataclasses.Field[Any]') -> bool:
+  return (
+    field.default is dataclasses.MISSING
+    and field.default_factory is dataclasses.MISSING
+  )

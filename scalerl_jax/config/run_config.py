@@ -1,0 +1,135 @@
+"""The whole configuration, and the rules that tie its sections together."""
+
+import dataclasses
+from typing import Any
+
+from scalerl_jax import recipes
+from scalerl_jax.config import checks
+from scalerl_jax.config import sections
+from scalerl_jax.data import tokenizer
+from scalerl_jax.models import spec as spec_lib
+from scalerl_jax.sharding import rules
+from scalerl_jax.training import optimizer
+
+# Seeds are also folded into 32-bit keys.
+_MAX_SEED = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+  """Everything that defines a run.
+
+  Attributes:
+    seed: Of parameters, problem order and sampling.
+    num_updates: Updates of the run.
+    recipe: Name of the algorithm, one of `recipes.RECIPES`.
+    recipe_args: Its keyword arguments.
+    model: The policy.
+    data: The problems.
+    warm_start: The supervised start.
+    batch: The batch of one update.
+    engine: What generates.
+    length: Control of the length.
+    pipeline: How generation and training overlap.
+    curriculum: Which problems leave.
+    optimizer: The optimizer.
+    evaluation: Held-out evaluation.
+    checkpoint: Checkpoints.
+    curve: The fit.
+    mesh: The devices.
+    reporting: What is written.
+  """
+
+  seed: int = 0
+  num_updates: int
+  recipe: str = 'scalerl'
+  recipe_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  model: sections.ModelConfig
+  data: sections.DataConfig
+  warm_start: sections.WarmStartConfig
+  batch: sections.BatchConfig
+  engine: sections.EngineConfig
+  length: sections.LengthConfig
+  pipeline: sections.PipelineConfig
+  curriculum: sections.CurriculumConfig
+  optimizer: optimizer.OptimizerConfig
+  evaluation: sections.EvaluationConfig
+  checkpoint: sections.CheckpointConfig
+  curve: sections.CurveConfig
+  mesh: sections.MeshConfig
+  reporting: sections.ReportingConfig
+
+  def __post_init__(self) -> None:
+    """Checks what concerns several fields; raises ValueError."""
+    checks.at_least(self, 1, 'num_updates')
+    if not 0 <= self.seed <= _MAX_SEED:
+      raise ValueError(f'seed={self.seed} must be in [0, {_MAX_SEED}]')
+    recipes.make(self.recipe, **self.recipe_args)
+    self._check_rows()
+    self._check_tokens()
+    self._check_phases()
+    self._check_sharding()
+    if not self.data.eval_path:
+      limit = self.data.toy.num_eval
+      if self.evaluation.num_problems > limit:
+        raise ValueError(
+          f'evaluation.num_problems={self.evaluation.num_problems} must be at'
+          f' most data.toy.num_eval={limit}'
+        )
+
+  def _check_rows(self) -> None:
+    shards = self.mesh.data * self.mesh.fsdp
+    parts = self.batch.num_microbatches * shards
+    if self.batch.rows % parts:
+      raise ValueError(
+        f'batch.prompts={self.batch.prompts} x batch.group_size='
+        f'{self.batch.group_size} = {self.batch.rows} rows must be divisible by'
+        f' batch.num_microbatches={self.batch.num_microbatches} x'
+        f' mesh.data={self.mesh.data} x mesh.fsdp={self.mesh.fsdp} = {parts}'
+      )
+    if self.warm_start.num_steps and self.warm_start.batch_size % shards:
+      raise ValueError(
+        f'warm_start.batch_size={self.warm_start.batch_size} must be divisible'
+        f' by mesh.data={self.mesh.data} x mesh.fsdp={self.mesh.fsdp}'
+      )
+
+  def _check_tokens(self) -> None:
+    prompt, limit = self.data.max_prompt_tokens, self.batch.max_tokens
+    if prompt >= limit:
+      raise ValueError(
+        f'data.max_prompt_tokens={prompt} must be below batch.max_tokens='
+        f'{limit}, which includes the response'
+      )
+    if not self.length.interrupt:
+      return
+    phrase = len(tokenizer.ByteTokenizer().encode(self.length.phrase))
+    thinking, answer = (
+      self.length.max_thinking_tokens,
+      self.length.answer_tokens,
+    )
+    if (total := prompt + thinking + phrase + answer) > limit:
+      raise ValueError(
+        f'data.max_prompt_tokens={prompt} + length.max_thinking_tokens='
+        f'{thinking} + phrase of {phrase} + length.answer_tokens={answer} ='
+        f' {total} tokens exceed batch.max_tokens={limit}'
+      )
+
+  def _check_phases(self) -> None:
+    k, every = self.pipeline.max_lag, self.checkpoint.every
+    if self.pipeline.algorithm == 'ppo_off_policy' and every % k:
+      raise ValueError(
+        f'checkpoint.every={every} must be a multiple of pipeline.max_lag={k}'
+        ' for ppo_off_policy, whose phases are saved whole'
+      )
+
+  def _check_sharding(self) -> None:
+    sizes = dict(zip(rules.MESH_AXES, self.mesh.shape, strict=True))
+    spec = self.model.spec(vocab_size=tokenizer.ByteTokenizer.vocab_size)
+    for path, info in spec_lib.parameter_table(spec).items():
+      for size, name in zip(info.shape, info.axes, strict=True):
+        axis = None if name is None else rules.RULES[name]
+        if axis is not None and size % sizes[axis]:
+          raise ValueError(
+            f'mesh.{axis}={sizes[axis]} must divide the {name!r} axis of'
+            f' {path!r}, which has size {size}'
+          )

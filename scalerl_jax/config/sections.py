@@ -1,0 +1,390 @@
+"""The sections of a configuration, each with the checks of its own fields."""
+
+import dataclasses
+
+from scalerl_jax.config import checks
+from scalerl_jax.models import spec as spec_lib
+from scalerl_jax.pipeline import pacing
+from scalerl_jax.reporting import compute
+from scalerl_jax.sharding import rules
+
+SCHEDULES = ('lockstep', 'threads')
+TRUNCATED = ('mask', 'keep')
+# A toy problem of n operations has 10 · 24ⁿ forms, of which the splits hold
+# 1 / 10 (held out) and 3 / 10 (train); drawing stays fast up to half of them.
+_FORMS_PER_OPERATION = 24
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+  """The model, as `models.ModelSpec` without the vocabulary.
+
+  Attributes:
+    num_layers: Transformer blocks.
+    model_dim: Width of the residual stream.
+    num_heads: Query heads.
+    num_kv_heads: Key-value heads.
+    head_dim: Width of one head.
+    hidden_dim: Width of the feed-forward.
+    rope_theta: Base of the rotary frequencies.
+    norm_eps: Added to the mean square in RMSNorm.
+    tied_head: True: the LM head is the transposed embedding.
+    qk_norm: True: RMSNorm over each head of q and k.
+    qkv_bias: True: q, k and v have biases.
+    dtype: Of the body's activations.
+    remat: What the backward pass recomputes.
+  """
+
+  num_layers: int
+  model_dim: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  hidden_dim: int
+  rope_theta: float = 10_000.0
+  norm_eps: float = 1e-6
+  tied_head: bool = True
+  qk_norm: bool = False
+  qkv_bias: bool = False
+  dtype: str = 'float32'
+  remat: str = 'none'
+
+  def __post_init__(self) -> None:
+    """Checks every size and option; raises ValueError."""
+    checks.positive(self, 'rope_theta', 'norm_eps')
+    self.spec(vocab_size=1)
+
+  def spec(self, *, vocab_size: int) -> spec_lib.ModelSpec:
+    """Completes the model.
+
+    Args:
+      vocab_size: Of the tokenizer.
+
+    Returns:
+      The specification.
+    """
+    return spec_lib.ModelSpec(vocab_size=vocab_size, **dataclasses.asdict(self))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToyConfig:
+  """The generated problems.
+
+  Attributes:
+    num_train: Training problems.
+    num_eval: Held-out problems.
+    min_operations: Operations of the easiest problem.
+    max_operations: Operations of the hardest problem.
+    seed: Of the generator; apart from the run's, so that seeds share problems.
+  """
+
+  num_train: int = 0
+  num_eval: int = 0
+  min_operations: int = 2
+  max_operations: int = 6
+  seed: int = 0
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.at_least(self, 0, 'num_train', 'num_eval', 'seed')
+    checks.at_least(self, 2, 'min_operations')
+    checks.at_least(self, self.min_operations, 'max_operations')
+    num_lengths = self.max_operations - self.min_operations + 1
+    for name, tenths in (('num_train', 3), ('num_eval', 1)):
+      limit = tenths * _FORMS_PER_OPERATION**self.min_operations // 2
+      if getattr(self, name) > limit * num_lengths:
+        raise ValueError(
+          f'{name}={getattr(self, name)} exceeds the {limit * num_lengths}'
+          f' distinct problems that min_operations={self.min_operations}'
+          ' leaves; lower it or raise min_operations'
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+  """Where problems come from.
+
+  Attributes:
+    train_path: JSONL file of training problems; '': generated.
+    eval_path: JSONL file of held-out problems; '': generated.
+    max_prompt_tokens: Longest prompt.
+    toy: The generated problems.
+  """
+
+  train_path: str = ''
+  eval_path: str = ''
+  max_prompt_tokens: int
+  toy: ToyConfig
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.at_least(self, 1, 'max_prompt_tokens')
+    for path, count in (('train_path', 'num_train'), ('eval_path', 'num_eval')):
+      if not getattr(self, path) and getattr(self.toy, count) < 1:
+        raise ValueError(
+          f"{path}='' means generated problems, but toy.{count}="
+          f'{getattr(self.toy, count)}; give a file or at least 1 problem'
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartConfig:
+  """The supervised start from worked toy solutions.
+
+  Attributes:
+    num_steps: Steps; 0: none.
+    batch_size: Solutions per step.
+    learning_rate: Constant rate.
+    interrupted_fraction: Share of solutions that are cut off by the phrase.
+  """
+
+  num_steps: int = 0
+  batch_size: int = 64
+  learning_rate: float = 1e-3
+  interrupted_fraction: float = 0.0
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.at_least(self, 0, 'num_steps')
+    checks.at_least(self, 1, 'batch_size')
+    checks.positive(self, 'learning_rate')
+    if not 0 <= self.interrupted_fraction <= 1:
+      raise ValueError(
+        f'interrupted_fraction={self.interrupted_fraction} must be in [0, 1]'
+      )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+  """The batch of one update.
+
+  Attributes:
+    prompts: Prompts, P.
+    group_size: Rollouts per prompt, G; at least 2, because advantages and
+      filters compare the rollouts of a prompt.
+    num_microbatches: Equal parts that gradients are accumulated over.
+    max_tokens: Longest row, prompt included.
+    truncated: `mask` or `keep` rollouts that ran out of tokens.
+  """
+
+  prompts: int
+  group_size: int
+  num_microbatches: int = 1
+  max_tokens: int
+  truncated: str = 'mask'
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.at_least(self, 1, 'prompts', 'num_microbatches')
+    checks.at_least(self, 2, 'group_size', 'max_tokens')
+    checks.one_of(self, 'truncated', TRUNCATED)
+
+  @property
+  def rows(self) -> int:
+    """Rollouts of one update."""
+    return self.prompts * self.group_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+  """What generates rollouts.
+
+  Attributes:
+    kind: `jax`, the embedded engine.
+    num_slots: Rollouts that are decoded together.
+    steps_per_dispatch: Tokens per slot between two looks of the host.
+    temperature: Of sampling, in training and evaluation; positive.
+  """
+
+  kind: str = 'jax'
+  num_slots: int
+  steps_per_dispatch: int = 8
+  temperature: float = 1.0
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    if self.kind == 'sglang':
+      raise ValueError("kind='sglang' is not in this version; use 'jax'")
+    checks.one_of(self, 'kind', ('jax',))
+    checks.at_least(self, 1, 'num_slots', 'steps_per_dispatch')
+    checks.positive(self, 'temperature')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LengthConfig:
+  """Control of the length of the thinking.
+
+  Attributes:
+    interrupt: True: thinking is ended by the phrase; False: rollouts run until
+      `batch.max_tokens`.
+    min_thinking_tokens: Smallest drawn budget.
+    max_thinking_tokens: Largest drawn budget.
+    answer_tokens: Tokens that may follow the thinking.
+    phrase: What is forced; its last token must end the thinking.
+  """
+
+  interrupt: bool
+  min_thinking_tokens: int = 1
+  max_thinking_tokens: int = 1
+  answer_tokens: int = 1
+  phrase: str = '</think>'
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.at_least(self, 1, 'min_thinking_tokens', 'answer_tokens')
+    checks.at_least(self, self.min_thinking_tokens, 'max_thinking_tokens')
+    if not self.phrase.endswith('</think>'):
+      raise ValueError(f'phrase={self.phrase!r} must end with </think>')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+  """How generation and training overlap.
+
+  Attributes:
+    schedule: `lockstep`, which is deterministic, or `threads`.
+    algorithm: `pipeline_rl` or `ppo_off_policy`.
+    max_lag: k, the largest lag in updates.
+    lockstep_lead: Batches that the generator stays ahead in lockstep.
+    deadline_s: Seconds that any wait may take.
+  """
+
+  schedule: str = 'lockstep'
+  algorithm: str = 'pipeline_rl'
+  max_lag: int
+  lockstep_lead: int = 0
+  deadline_s: float = 600.0
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.one_of(self, 'schedule', SCHEDULES)
+    checks.one_of(self, 'algorithm', pacing.ALGORITHMS)
+    checks.at_least(self, 0, 'max_lag', 'lockstep_lead')
+    checks.positive(self, 'deadline_s')
+    if self.lockstep_lead > self.max_lag:
+      raise ValueError(
+        f'lockstep_lead={self.lockstep_lead} must be at most max_lag='
+        f'{self.max_lag}'
+      )
+    if self.algorithm == 'ppo_off_policy' and self.max_lag < 1:
+      raise ValueError(
+        f'max_lag={self.max_lag} must be at least 1 for ppo_off_policy: it is'
+        ' the number of updates per generation phase'
+      )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumConfig:
+  """Which problems leave the later epochs.
+
+  Attributes:
+    max_pass_rate: Pass rate from which a problem leaves; above 1: none leaves.
+  """
+
+  max_pass_rate: float = 0.9
+
+  def __post_init__(self) -> None:
+    """Checks the value; raises ValueError."""
+    checks.positive(self, 'max_pass_rate')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+  """Held-out evaluation.
+
+  Attributes:
+    every: Updates between evaluations; update 0 is always evaluated.
+    samples_per_problem: Samples per problem.
+    num_problems: Held-out problems used, the first of the file.
+  """
+
+  every: int
+  samples_per_problem: int = 16
+  num_problems: int
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.at_least(self, 1, 'every', 'samples_per_problem', 'num_problems')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+  """Checkpoints.
+
+  Attributes:
+    every: Updates between checkpoints.
+    keep: Newest checkpoints that are kept.
+  """
+
+  every: int
+  keep: int = 2
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.at_least(self, 1, 'every', 'keep')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CurveConfig:
+  """The fit of the compute-performance curve.
+
+  Attributes:
+    compute_axis: `device_hours`, `flops` or `tokens`.
+    forecast_multiple: The forecast reaches this multiple of the compute spent.
+    min_compute: Evaluations below it are not fitted, in the axis' unit.
+  """
+
+  compute_axis: str = 'flops'
+  forecast_multiple: float = 2.0
+  min_compute: float = 0.0
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.one_of(self, 'compute_axis', compute.AXES)
+    checks.at_least(self, 0, 'min_compute')
+    checks.at_least(self, 1, 'forecast_multiple')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeshConfig:
+  """Devices along each axis of the mesh.
+
+  Attributes:
+    data: Copies of the parameters.
+    fsdp: Shards of the parameters that rows are spread over.
+    tensor: Shards of heads and feed-forward.
+    expert: Shards of the experts.
+  """
+
+  data: int = 1
+  fsdp: int = 1
+  tensor: int = 1
+  expert: int = 1
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.at_least(self, 1, *rules.MESH_AXES)
+
+  @property
+  def shape(self) -> tuple[int, int, int, int]:
+    """Sizes in the order of `sharding.MESH_AXES`."""
+    return self.data, self.fsdp, self.tensor, self.expert
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReportingConfig:
+  """What is written beside the metrics.
+
+  Attributes:
+    plots: True: `curve.png` and `report.html`.
+    tensorboard: True: scalars go to TensorBoard too.
+    num_samples: Rollouts kept of each evaluation.
+  """
+
+  plots: bool = True
+  tensorboard: bool = True
+  num_samples: int = 8
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.at_least(self, 0, 'num_samples')
