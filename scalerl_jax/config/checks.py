@@ -3,7 +3,7 @@
 from typing import Any
 
 
-def at_least(section: Any, minimum: float, *names: str) -> None:
+def at_least(section: Any, minimum: int | float, *names: str) -> None:
   """Checks that fields of `section` are not below a minimum."""
   for name in names:
     value = getattr(section, name)

@@ -1,6 +1,6 @@
 """What the pipeline asks of a generator, whatever generates."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from scalerl_jax import records
 

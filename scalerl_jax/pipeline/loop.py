@@ -1,0 +1,208 @@
+"""The loop: who generates, who trains, who waits for whom.
+
+    lockstep  one thread: pump the generator until the trainer may go on, train,
+              publish, evaluate, checkpoint. Deterministic.
+    threads   the generator pumps in a thread of its own; the trainer waits for
+              groups, the generator for room under the pacing rules, and both
+              share the producer under one lock. Weights reach the generator
+              between two dispatches.
+
+After update u: publish u, then evaluate, then checkpoint, so that a checkpoint
+named u holds everything up to u and a resumed run repeats nothing of it.
+"""
+
+from collections.abc import Callable
+import contextlib
+import logging
+import threading
+import time
+from typing import Any, Protocol
+
+from scalerl_jax import records
+from scalerl_jax.pipeline import pacing as pacing_lib
+from scalerl_jax.pipeline import rollouts
+from scalerl_jax.pipeline import trainer as trainer_lib
+from scalerl_jax.pipeline import weights as weights_lib
+from scalerl_jax.reporting import compute
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.002
+
+
+class GeneratorError(RuntimeError):
+  """The generator died or was silent beyond the deadline."""
+
+
+class Observer(Protocol):
+  """What wants to know of the run: evaluation, files, checkpoints."""
+
+  def on_update(self, updates: int, row: dict[str, Any]) -> None:
+    """Called after each update, with its metrics."""
+
+  def on_version(self, updates: int) -> None:
+    """Called when a version is in force, 0 included; may evaluate."""
+
+  def checkpoint(self, updates: int) -> None:
+    """Called where the state must be saved."""
+
+
+class Loop:
+  """Runs updates until the last one."""
+
+  def __init__(
+    self,
+    *,
+    producer: rollouts.RolloutProducer,
+    trainer: trainer_lib.Trainer,
+    store: weights_lib.WeightStore,
+    pacing: pacing_lib.Pacing,
+    observer: Observer,
+    schedule: str,
+    checkpoint_every: int,
+    deadline_s: float,
+  ) -> None:
+    """Takes its parts.
+
+    Args:
+      producer: The generator's side.
+      trainer: The trainer's side.
+      store: Hand-over of weights.
+      pacing: The rules.
+      observer: Told of updates and versions.
+      schedule: `lockstep` or `threads`.
+      checkpoint_every: Updates between checkpoints.
+      deadline_s: Seconds that the trainer waits for groups.
+    """
+    self._producer = producer
+    self._trainer = trainer
+    self._store = store
+    self._pacing = pacing
+    self._observer = observer
+    self._schedule = schedule
+    self._checkpoint_every = checkpoint_every
+    self._deadline_s = deadline_s
+    self._generator = _GeneratorThread(producer.pump)
+
+  def run(self) -> None:
+    """Runs to the last update; a checkpoint is made there in any case.
+
+    Raises:
+      GeneratorError: The generator failed or brought nothing in time.
+      trainer_lib.TrainingDivergedError: Too many updates were skipped.
+      KeyboardInterrupt: Passed on, after a checkpoint.
+    """
+    version = self._trainer.version
+    if version == 0:
+      self._observer.on_version(0)
+    if self._schedule == 'threads':
+      self._generator.start()
+    try:
+      while version < self._pacing.num_updates:
+        groups = self._wait(version)
+        row = self._trainer.update(groups)
+        version = self._trainer.version
+        if self._pacing.publishes(version):
+          self._store.publish(self._trainer.state.params, version)
+        self._finish_update(version, row)
+    except (KeyboardInterrupt, trainer_lib.TrainingDivergedError):
+      with self._generator.paused():
+        self._observer.checkpoint(self._trainer.version)
+      raise
+    finally:
+      self._generator.stop()
+
+  def _finish_update(self, version: int, row: dict[str, Any]) -> None:
+    with self._generator.paused():
+      row['num_buffered'] = self._producer.num_buffered
+      row['epoch'] = self._producer.sampler.epoch
+      row['num_active_problems'] = self._producer.sampler.num_active
+      self._observer.on_update(version, row)
+      self._observer.on_version(version)
+      last = version == self._pacing.num_updates
+      if last or version % self._checkpoint_every == 0:
+        self._producer.refresh()
+        self._observer.checkpoint(version)
+
+  def _wait(self, version: int) -> list[records.RolloutGroup]:
+    deadline = time.monotonic() + self._deadline_s
+    while True:
+      with self._generator.paused():
+        groups = self._producer.select(version)
+      if groups is not None:
+        return groups
+      if self._schedule == 'lockstep':
+        if not self._producer.pump():
+          raise GeneratorError(
+            f'no work is left for the generator at update {version}, and the'
+            ' batch is not complete'
+          )
+      else:
+        time.sleep(_POLL_S)
+        self._generator.check()
+      if time.monotonic() > deadline:
+        raise GeneratorError(
+          f'update {version} waited {self._deadline_s} s for a batch'
+          f' ({self._producer.num_buffered} groups are complete); raise'
+          ' pipeline.deadline_s if the generator is only slow'
+        )
+
+
+class _GeneratorThread:
+  """Calls `pump` in a thread; `paused` keeps it between two calls."""
+
+  def __init__(self, pump: Callable[[], bool]) -> None:
+    self._pump = pump
+    self._lock = threading.Lock()
+    self._wanted = threading.Event()  # The trainer waits for the lock.
+    self._stopping = threading.Event()
+    self._error: Exception | None = None
+    self._thread = threading.Thread(target=self._run, name='generator')
+
+  def start(self) -> None:
+    self._thread.start()
+
+  def stop(self) -> None:
+    self._stopping.set()
+    if self._thread.is_alive():
+      self._thread.join()
+
+  def check(self) -> None:
+    if self._error is not None:
+      raise GeneratorError(f'the generator failed: {self._error}') from (
+        self._error
+      )
+
+  @contextlib.contextmanager
+  def paused(self) -> Any:
+    self._wanted.set()
+    with self._lock:
+      self._wanted.clear()
+      yield
+
+  def _run(self) -> None:
+    try:
+      while not self._stopping.is_set():
+        with self._lock:
+          busy = self._pump()
+        # A lock alone is not fair: step aside where the trainer waits.
+        if not busy or self._wanted.is_set():
+          time.sleep(_POLL_S)
+    except Exception as error:
+      # Whatever it is, the trainer must learn of it.
+      _log.exception('the generator failed')
+      self._error = error
+
+
+def total_meter(
+  producer: rollouts.RolloutProducer, trainer: trainer_lib.Trainer
+) -> compute.ComputeMeter:
+  """Adds up what both sides spent.
+
+  Args:
+    producer: The generator's side.
+    trainer: The trainer's side.
+
+  Returns:
+    The sum.
+  """
+  return producer.meter.add(**trainer.meter._asdict())
