@@ -130,7 +130,7 @@ def leave_one_out(
   mean, count = _group_mean(rewards, prompt_index, valid, num_prompts)
   n = count[prompt_index]
   scale = n / jnp.maximum(n - 1, 1.0)
-  return jnp.where(valid & (n > 1), scale * (rewards - mean[prompt_index]), 0.0)
+  return jnp.where(valid, scale * (rewards - mean[prompt_index]), 0.0)
 
 
 def _group_mean(

@@ -1,1 +1,1 @@
-"""Generation: sampling, the decode loop, and the engines behind one protocol."""
+"""Sampling, the decode loop, and the engines behind one protocol."""

@@ -151,9 +151,7 @@ def admit(
   keys = jnp.where(is_new[:, None], keys, state.keys)
   limits = state.limits
   if spec.interruption is not None:
-    draw = sampling.uniforms(
-      keys, jnp.full_like(length, _BUDGET_POSITION)
-    )
+    draw = sampling.uniforms(keys, jnp.full_like(length, _BUDGET_POSITION))
     fresh = spec.interruption.init(spec.interruption.draw_budget(draw))
     limits = jax.tree.map(
       lambda new, old: jnp.where(is_new, new, old), fresh, state.limits
@@ -181,7 +179,7 @@ def run(
   state: DecodeState,
   version: Int[Array, ''],
 ) -> DecodeState:
-  """Decodes up to `steps_per_dispatch` tokens per slot; stops when all are done.
+  """Decodes up to `steps_per_dispatch` tokens per slot; fewer if all are done.
 
   Args:
     params: Weights, blocks unstacked or not.
@@ -292,7 +290,12 @@ def _advance_cache(
   )
   position = state.prompt_length - 1 + state.num_tokens
   out = transformer.forward(
-    params, spec.model, state.last_token[:, None], position[:, None], None, cache
+    params,
+    spec.model,
+    state.last_token[:, None],
+    position[:, None],
+    None,
+    cache,
   )
   logits = out.hidden[:, 0].astype(jnp.float32) @ head
   assert out.cache is not None
@@ -308,7 +311,7 @@ def _record(
   is_forced = jnp.zeros_like(running)
   limits = state.limits
   over_budget = jnp.zeros_like(running)
-  if spec.interruption is not None:
+  if spec.interruption is not None and limits is not None:
     forced, is_forced = spec.interruption.forced_token(limits)
     token = jnp.where(is_forced, forced, token)
     advanced = spec.interruption.advance(limits, token, is_forced)
@@ -319,9 +322,7 @@ def _record(
   num_tokens = state.num_tokens + running
   stopped = (token == spec.stop_id) & ~is_forced
   truncated = over_budget | (num_tokens >= spec.response_tokens)
-  status = jnp.where(
-    stopped, STOPPED, jnp.where(truncated, TRUNCATED, RUNNING)
-  )
+  status = jnp.where(stopped, STOPPED, jnp.where(truncated, TRUNCATED, RUNNING))
   here = jnp.arange(spec.response_tokens)[None, :] == state.num_tokens[:, None]
   here &= running[:, None]
 

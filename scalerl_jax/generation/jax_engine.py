@@ -21,7 +21,9 @@ _FINISH = {
 }
 
 # Fields of DecodeState that a checkpoint holds; the cache is recomputed.
-_SAVED = tuple(f for f in decode.DecodeState._fields if f not in ('cache', 'limits'))
+_SAVED = tuple(
+  f for f in decode.DecodeState._fields if f not in ('cache', 'limits')
+)
 
 
 class _Pending:
@@ -193,7 +195,9 @@ class JaxEngine:
 
   def state(self) -> dict[str, Any]:
     """Everything in flight; the cache is left out: load_state recomputes it."""
-    device = {name: np.asarray(getattr(self._state, name)) for name in _SAVED}
+    device: dict[str, Any] = {
+      name: np.asarray(getattr(self._state, name)) for name in _SAVED
+    }
     if self._state.limits is not None:
       limits = self._state.limits._asdict()
       device['limits'] = {k: np.asarray(v) for k, v in limits.items()}
@@ -214,7 +218,7 @@ class JaxEngine:
     """
     device = dict(state['device'])
     limits = device.pop('limits')
-    fields = {k: jnp.asarray(v) for k, v in device.items()}
+    fields: dict[str, Any] = {k: jnp.asarray(v) for k, v in device.items()}
     if self._state.limits is not None:
       fields['limits'] = type(self._state.limits)(
         **{k: jnp.asarray(v) for k, v in limits.items()}
@@ -259,8 +263,8 @@ class JaxEngine:
     lengths = np.ones(M, np.int32)
     for i, ids in enumerate(prompts):
       padded[i, : len(ids)], lengths[i] = ids, len(ids)
-    admission = decode.Admission(padded, lengths, row, visit, sample)
-    admission = jax.tree.map(jnp.asarray, admission)
+    work = (padded, lengths, row, visit, sample)
+    admission = decode.Admission(*map(jnp.asarray, work))
     self._state = self._admit(
       self._params, self.spec, self._state, admission, self._key
     )
@@ -279,7 +283,9 @@ class JaxEngine:
     groups = []
     for i in finished:
       visit, sample = self._slots[i]  # type: ignore[misc]
-      tokens, logps, versions, sampled = (c[i, : lengths[i]].copy() for c in columns)
+      tokens, logps, versions, sampled = (
+        c[i, : lengths[i]].copy() for c in columns
+      )
       pending = self._active[visit]
       pending.rollouts[sample] = records.Rollout(
         token_ids=tokens,
@@ -324,5 +330,3 @@ def _pending_from_state(state: dict[str, Any]) -> _Pending:
     for r in state['rollouts']
   }
   return pending
-
-

@@ -51,7 +51,10 @@ def uniforms(
 
 
 def sample(
-  logits: Float[Array, 'N V'], uniform: Float[Array, ' N'], *, temperature: float
+  logits: Float[Array, 'N V'],
+  uniform: Float[Array, ' N'],
+  *,
+  temperature: float,
 ) -> tuple[Int[Array, ' N'], Float[Array, ' N']]:
   """Samples by inverting the cumulative distribution: one uniform per slot.
 

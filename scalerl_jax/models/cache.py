@@ -27,7 +27,9 @@ class KVCache(NamedTuple):
   column: Int[Array, '']  # Where the next tokens of all rows are written.
 
 
-def empty(spec: spec_lib.ModelSpec, *, num_rows: int, num_columns: int) -> KVCache:
+def empty(
+  spec: spec_lib.ModelSpec, *, num_rows: int, num_columns: int
+) -> KVCache:
   """Allocates a cache in which nothing is visible.
 
   Args:

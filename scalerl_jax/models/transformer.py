@@ -184,9 +184,7 @@ def make_policy_fn(
       temperature=temperature,
       chunk_size=chunk_size,
     )
-    return arrays.TokenScores(
-      *(jnp.pad(x, ((0, 0), (1, 0))) for x in scores)
-    )
+    return arrays.TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in scores))
 
   return policy_fn
 
@@ -199,13 +197,18 @@ def _insert(tree: Params, path: str, value: Any) -> None:
 
 
 def _qkv(
-  block: Params, spec: spec_lib.ModelSpec, x: jax.Array, cos: jax.Array, sin: jax.Array
+  block: Params,
+  spec: spec_lib.ModelSpec,
+  x: jax.Array,
+  cos: jax.Array,
+  sin: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   h = layers.rms_norm(x, block['attention_norm'], eps=spec.norm_eps)
   q, k, v = (jnp.einsum('BTD,DNH->BTNH', h, block[n]) for n in 'qkv')
   if spec.qkv_bias:
     q, k, v = (
-      y + block[f'{n}_bias'][None, None] for y, n in zip((q, k, v), 'qkv')
+      y + block[f'{n}_bias'][None, None]
+      for y, n in zip((q, k, v), 'qkv', strict=True)
     )
   if spec.qk_norm:
     q = layers.rms_norm(q, block['q_norm'], eps=spec.norm_eps)
@@ -264,9 +267,7 @@ def _cached_blocks(
   age = jnp.arange(S) - cache.column  # [S]; 0 at the first new column.
   is_new = (age >= 0) & (age < T)
   earlier = age[None, :] <= jnp.arange(T)[:, None]  # [T, S]
-  mask = jnp.where(
-    is_new[None, None], earlier[None], cache.visible[:, None]
-  )
+  mask = jnp.where(is_new[None, None], earlier[None], cache.visible[:, None])
   keys, values = [], []
   write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
   for i, block in enumerate(params['layers']):

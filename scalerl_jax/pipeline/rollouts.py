@@ -121,7 +121,9 @@ class RolloutProducer:
     if chosen is None:
       return None
     groups = [self._complete.pop(v) for v in chosen]
-    oldest = min(int(r.policy_versions.min()) for g in groups for r in g.rollouts)
+    oldest = min(
+      int(r.policy_versions.min()) for g in groups for r in g.rollouts
+    )
     if version - oldest > self._pacing.lag_bound:
       raise AssertionError(
         f'a token of version {oldest} is consumed at version {version}: beyond'

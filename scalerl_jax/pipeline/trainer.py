@@ -111,8 +111,7 @@ class Trainer:
       training_seconds=seconds * self._num_devices,
       training_flops=3
       * sum(
-        rollouts.group_flops(self._spec, g, shares_prompt=False)
-        for g in groups
+        rollouts.group_flops(self._spec, g, shares_prompt=False) for g in groups
       ),
     )
     row['training_s'] = seconds

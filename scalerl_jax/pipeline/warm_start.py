@@ -40,7 +40,7 @@ def make_batch(examples: list[Example], *, row_tokens: int) -> arrays.Batch:
     segment_ids[i, : p + n] = 1
     mask[i, p : p + n] = learned
   index = np.broadcast_to(np.arange(B, dtype=np.int32)[:, None], tokens.shape)
-  batch: Any = arrays.Batch(
+  fields: dict[str, Any] = dict(
     tokens=tokens,
     positions=np.broadcast_to(
       np.arange(row_tokens, dtype=np.int32), tokens.shape
@@ -54,7 +54,7 @@ def make_batch(examples: list[Example], *, row_tokens: int) -> arrays.Batch:
     valid=np.ones(B, bool),
     prompt_index=np.arange(B, dtype=np.int32),
   )
-  return jax.tree.map(jnp.asarray, batch)
+  return jax.tree.map(jnp.asarray, arrays.Batch(**fields))
 
 
 def train(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -175,7 +176,7 @@ def _place(
 
 
 def _empty(B: int, T: int, R: int, pad_id: int) -> arrays.Batch:
-  return arrays.Batch(
+  fields: dict[str, Any] = dict(
     tokens=np.full((B, T), pad_id, np.int32),
     positions=np.zeros((B, T), np.int32),
     segment_ids=np.zeros((B, T), np.int32),
@@ -188,6 +189,7 @@ def _empty(B: int, T: int, R: int, pad_id: int) -> arrays.Batch:
     # Padding rollouts share the last prompt; they are never valid.
     prompt_index=np.full(R, R - 1, np.int32),
   )
+  return arrays.Batch(**fields)
 
 
 def _write(

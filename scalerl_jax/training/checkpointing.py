@@ -49,7 +49,9 @@ class Checkpointer:
       ),
     )
 
-  def save(self, updates: int, *, train_state: Any, host: dict[str, Any]) -> None:
+  def save(
+    self, updates: int, *, train_state: Any, host: dict[str, Any]
+  ) -> None:
     """Saves a checkpoint under the number of updates; replaces none.
 
     Args:

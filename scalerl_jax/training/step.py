@@ -78,7 +78,9 @@ def make_targets(recipe: recipes.Recipe, batch: arrays.Batch) -> Targets:
   rewards = jnp.where(batch.valid, batch.rewards, 0.0)
   keep = batch.valid
   for f in recipe.filters:
-    keep &= f(rewards, batch.prompt_index, batch.valid, num_prompts=num_rollouts)
+    keep &= f(
+      rewards, batch.prompt_index, batch.valid, num_prompts=num_rollouts
+    )
   advantage = recipe.advantage(
     rewards, batch.prompt_index, keep, num_prompts=num_rollouts
   )
@@ -184,9 +186,9 @@ def make_train_step(
     if mesh is not None:
       sharding = jax.sharding.NamedSharding(mesh, _ROWS)
       batch = jax.tree.map(
-        lambda x: jax.lax.with_sharding_constraint(x, sharding)
-        if x.ndim == 2
-        else x,
+        lambda x: (
+          jax.lax.with_sharding_constraint(x, sharding) if x.ndim == 2 else x
+        ),
         batch,
       )
     targets = make_targets(recipe, batch)
@@ -288,11 +290,15 @@ def _num_prompts(batch: arrays.Batch, valid: jax.Array) -> jax.Array:
 def _by_position(difference: jax.Array, mask: jax.Array) -> jax.Array:
   T = mask.shape[1]
   bucket = jnp.arange(T) * NUM_POSITION_BUCKETS // T
-  totals = jnp.zeros(NUM_POSITION_BUCKETS).at[bucket].add(
-    jnp.sum(jnp.where(mask, difference, 0.0), axis=0)
+  totals = (
+    jnp.zeros(NUM_POSITION_BUCKETS)
+    .at[bucket]
+    .add(jnp.sum(jnp.where(mask, difference, 0.0), axis=0))
   )
-  counts = jnp.zeros(NUM_POSITION_BUCKETS).at[bucket].add(
-    jnp.sum(mask, axis=0).astype(jnp.float32)
+  counts = (
+    jnp.zeros(NUM_POSITION_BUCKETS)
+    .at[bucket]
+    .add(jnp.sum(mask, axis=0).astype(jnp.float32))
   )
   return totals / jnp.maximum(counts, 1.0)
 
