@@ -132,20 +132,23 @@ class WarmStartConfig:
   """The supervised start from worked toy solutions.
 
   Attributes:
-    num_steps: Steps; 0: none.
+    num_steps: Most steps; 0: no warm start.
+    stop_loss: Smoothed loss, in nats per token, at which it ends before; 0:
+      never.
     batch_size: Solutions per step.
-    learning_rate: Constant rate.
+    learning_rate: Constant rate after a short warm-up.
     interrupted_fraction: Share of solutions that are cut off by the phrase.
   """
 
   num_steps: int = 0
+  stop_loss: float = 0.0
   batch_size: int = 64
   learning_rate: float = 1e-3
   interrupted_fraction: float = 0.0
 
   def __post_init__(self) -> None:
     """Checks the values; raises ValueError."""
-    checks.at_least(self, 0, 'num_steps')
+    checks.at_least(self, 0, 'num_steps', 'stop_loss')
     checks.at_least(self, 1, 'batch_size')
     checks.positive(self, 'learning_rate')
     if not 0 <= self.interrupted_fraction <= 1:

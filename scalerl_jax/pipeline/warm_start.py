@@ -18,6 +18,9 @@ from scalerl_jax.training import state as state_lib
 from scalerl_jax.training import step as step_lib
 
 # (prompt ids, response ids, which response tokens are learned)
+_WARMUP_STEPS = 20
+_SMOOTHING = 0.9  # Of the loss that ends the warm start.
+
 Example = tuple[list[int], list[int], list[bool]]
 
 
@@ -64,28 +67,37 @@ def train(
   *,
   num_steps: int,
   learning_rate: float,
+  stop_loss: float = 0.0,
 ) -> Iterator[tuple[Any, float]]:
-  """Trains on a stream of batches, with a cosine rate and short warm-up.
+  """Trains on a stream of batches, at a constant rate after a short warm-up.
 
   Args:
     params: Initial parameters.
     apply_fn: Scores tokens, as for the train step.
     batches: At least `num_steps` batches of one shape.
-    num_steps: Updates.
-    learning_rate: Peak rate.
+    num_steps: Most updates.
+    learning_rate: Rate after the warm-up.
+    stop_loss: Ends once the smoothed loss falls below it, in nats per token,
+      so that base policies of different seeds are equally good; 0: never.
 
   Yields:
-    (parameters, loss) after each update; the parameters are valid until the
-    next one is asked for.
+    (parameters, smoothed loss) after each update; the parameters are valid
+    until the next one is asked for.
   """
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0, learning_rate, max(num_steps // 20, 1), num_steps
-  )
+  schedule = optax.linear_schedule(0.0, learning_rate, _WARMUP_STEPS)
   tx = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95)
   )
-  step = step_lib.make_train_step(apply_fn, tx, recipes.supervised())
+  step = step_lib.make_train_step(
+    apply_fn, tx, recipes.supervised()
+  )
   state = state_lib.init(params, tx)
+  smoothed = None
   for _ in range(num_steps):
     state, metrics = step(state, next(batches))
-    yield state.params, float(metrics.loss)
+    loss = float(metrics.loss)
+    keep = 0.0 if smoothed is None else _SMOOTHING
+    smoothed = keep * (smoothed or 0.0) + (1 - keep) * loss
+    yield state.params, smoothed
+    if smoothed < stop_loss:
+      return
