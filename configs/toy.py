@@ -70,7 +70,7 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
       },
       'warm_start': {
         'num_steps': 600,
-        'stop_loss': 0.08,
+        'stop_loss': 0.2,
         'batch_size': 64,
         'learning_rate': 2e-3,
         'interrupted_fraction': 0.1,

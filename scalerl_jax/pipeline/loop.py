@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from scalerl_jax import records
 from scalerl_jax.pipeline import pacing as pacing_lib
@@ -33,6 +33,7 @@ class GeneratorError(RuntimeError):
   """The generator died or was silent beyond the deadline."""
 
 
+@runtime_checkable
 class Observer(Protocol):
   """What wants to know of the run: evaluation, files, checkpoints."""
 
