@@ -58,7 +58,7 @@ class ComputeMeter(NamedTuple):
   tokens: int = 0  # Sampled for training.
   evaluation_tokens: int = 0
 
-  def add(self, **amounts: float) -> 'ComputeMeter':
+  def add(self, **amounts: int | float) -> 'ComputeMeter':
     """Adds amounts to fields of the same name.
 
     Args:

@@ -193,7 +193,7 @@ def make_train_step(
       )
     targets = make_targets(recipe, batch)
     loss, scores, grads = accumulate(state.params, batch, targets)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)

@@ -1,0 +1,5 @@
+"""The only place where a configuration becomes objects."""
+
+from scalerl_jax.build.assembly import run as run
+
+__all__ = ('run',)

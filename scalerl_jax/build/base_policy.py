@@ -1,0 +1,121 @@
+"""The base policy: drawn parameters, or the cached warm start."""
+
+from collections.abc import Iterator
+import contextlib
+import logging
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from scalerl_jax import arrays
+from scalerl_jax import config as config_lib
+from scalerl_jax import data
+from scalerl_jax import models
+from scalerl_jax.data import arithmetic
+from scalerl_jax.pipeline import warm_start
+from scalerl_jax.reporting import writers
+from scalerl_jax.training import checkpointing
+
+_log = logging.getLogger(__name__)
+_LOG_EVERY = 50
+
+
+def base_params(
+  config: config_lib.RunConfig,
+  spec: models.ModelSpec,
+  tokenizer: data.Tokenizer,
+  workdir: pathlib.Path,
+  key: jax.Array,
+) -> Any:
+  """Draws parameters and warms them up, unless the result is cached.
+
+  The warm start runs on one device whatever the mesh is, so that runs on
+  different meshes start from the same policy.
+
+  Args:
+    config: The configuration.
+    spec: The model.
+    tokenizer: Turns solutions into tokens.
+    workdir: Holds the cache, `warm_start/`, and the losses,
+      `warm_start.jsonl`.
+    key: Of the initial parameters, consumed.
+
+  Returns:
+    Parameters.
+  """
+  params = models.init_params(spec, key)
+  steps = config.warm_start.num_steps
+  if not steps:
+    return params
+  cache = checkpointing.Checkpointer(workdir / 'warm_start', keep=1)
+  restored = cache.restore(params)
+  if restored is None:
+    params = _train(config, spec, tokenizer, workdir, params)
+    cache.save(steps, train_state=params, host={})
+  else:
+    params = restored.train_state
+  cache.close()
+  return params
+
+
+def _train(
+  config: config_lib.RunConfig,
+  spec: models.ModelSpec,
+  tokenizer: data.Tokenizer,
+  workdir: pathlib.Path,
+  params: Any,
+) -> Any:
+  steps = config.warm_start.num_steps
+  (workdir / 'warm_start.jsonl').unlink(missing_ok=True)
+  trained = warm_start.train(
+    params,
+    models.make_policy_fn(spec, temperature=1.0),
+    _batches(config, tokenizer),
+    num_steps=steps,
+    learning_rate=config.warm_start.learning_rate,
+    stop_loss=config.warm_start.stop_loss,
+  )
+  with contextlib.closing(
+    writers.JsonlWriter(workdir / 'warm_start.jsonl')
+  ) as writer:
+    for i, (current, loss) in enumerate(trained, start=1):
+      writer.write({'step': i, 'loss': loss})
+      params = current
+      if i % _LOG_EVERY == 0:
+        _log.info('warm start %d/%d: loss %.3f', i, steps, loss)
+  # The generator is done with its state, so the last parameters stay valid.
+  _log.info('warm start ended at step %d: loss %.3f', i, loss)
+  return params
+
+
+def _batches(
+  config: config_lib.RunConfig, tokenizer: data.Tokenizer
+) -> Iterator[arrays.Batch]:
+  toy = config.data.toy
+  rng = np.random.default_rng([config.seed, 1])
+
+  def example() -> warm_start.Example:
+    length = int(rng.integers(toy.min_operations, toy.max_operations + 1))
+    chain = arithmetic.draw(
+      rng, arithmetic.Split.WARM_START, num_operations=length
+    )
+    is_cut = rng.random() < config.warm_start.interrupted_fraction
+    phrase = config.length.phrase if is_cut else None
+    texts = arithmetic.worked_solution(rng, chain, phrase=phrase)
+    before, inserted, after = map(tokenizer.encode, texts)
+    learned = [
+      *([True] * len(before)),
+      *([False] * len(inserted)),
+      *([True] * len(after)),
+    ]
+    prompt = tokenizer.encode(chain.prompt)
+    return prompt, before + inserted + after, learned
+
+  # Prompt, a line for each operation, the markers and the answer.
+  row_tokens = 2 * toy.max_operations + 2 + 6 * toy.max_operations + 4
+  row_tokens += len(tokenizer.encode(config.length.phrase))
+  while True:
+    examples = [example() for _ in range(config.warm_start.batch_size)]
+    yield warm_start.make_batch(examples, row_tokens=row_tokens)
