@@ -57,7 +57,9 @@ def run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
     experiment = _Experiment(config, workdir, recorder)
     try:
       experiment.run()
-      outcome = f'report: {workdir}/report.html'
+      outcome = f'files: {workdir}'
+      if config.reporting.plots:
+        outcome = f'report: {workdir}/report.html'
     except KeyboardInterrupt:
       outcome = (
         f'interrupted; run the same command with --workdir={workdir} to resume'

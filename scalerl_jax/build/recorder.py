@@ -117,17 +117,18 @@ class Recorder:
       'evaluation at %d: pass rate %.3f ± %.3f',
       point.step,
       point.pass_rate,
-      point.pass_rate_stderr or float('nan'),
+      float('nan')
+      if point.pass_rate_stderr is None
+      else point.pass_rate_stderr,
     )
 
   def write_curve(self) -> None:
     """Writes `curve.csv` and `fit.json` from the evaluations so far."""
     axis = self._config.curve.compute_axis
     lines = ['compute,pass_rate,stderr,step']
-    lines += [
-      f'{_on_axis(p, axis)!r},{p.pass_rate!r},{p.pass_rate_stderr or ""},{p.step}'
-      for p in self._points
-    ]
+    for p in self._points:
+      stderr = '' if p.pass_rate_stderr is None else repr(p.pass_rate_stderr)
+      lines.append(f'{_on_axis(p, axis)!r},{p.pass_rate!r},{stderr},{p.step}')
     writers.write_text(self._workdir / 'curve.csv', '\n'.join(lines) + '\n')
     writers.write_json(self._workdir / 'fit.json', self._fit_points(axis))
 

@@ -81,7 +81,9 @@ def read_problems(
       config.data.toy.num_eval,
     ),
   ):
-    file = pathlib.Path(path) if path else _generate(config, workdir, split, count)
+    file = (
+      pathlib.Path(path) if path else _generate(config, workdir, split, count)
+    )
     found.append(
       data.read_problems(
         file,

@@ -9,11 +9,13 @@
 
 After update u: publish u, then evaluate, then checkpoint, so that a checkpoint
 named u holds everything up to u and a resumed run repeats nothing of it.
+For the same reason Ctrl-C takes effect only there; a second one at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import contextlib
 import logging
+import signal
 import threading
 import time
 from typing import Any, Protocol, runtime_checkable
@@ -82,7 +84,7 @@ class Loop:
     self._schedule = schedule
     self._checkpoint_every = checkpoint_every
     self._deadline_s = deadline_s
-    self._generator = _GeneratorThread(producer.pump)
+    self._generator = _GeneratorThread(producer.pump, deadline_s=deadline_s)
 
   def run(self) -> None:
     """Runs to the last update; a checkpoint is made there in any case.
@@ -90,39 +92,38 @@ class Loop:
     Raises:
       GeneratorError: The generator failed or brought nothing in time.
       trainer_lib.TrainingDivergedError: Too many updates were skipped.
-      KeyboardInterrupt: Passed on, after a checkpoint.
+      KeyboardInterrupt: Passed on after the update and a checkpoint.
     """
-    version = self._trainer.version
-    if version == 0:
+    if self._trainer.version == 0:
       self._observer.on_version(0)
     if self._schedule == 'threads':
       self._generator.start()
     try:
-      while version < self._pacing.num_updates:
-        groups = self._wait(version)
-        row = self._trainer.update(groups)
-        version = self._trainer.version
-        if self._pacing.publishes(version):
-          self._store.publish(self._trainer.state.params, version)
-        self._finish_update(version, row)
-    except (KeyboardInterrupt, trainer_lib.TrainingDivergedError):
-      with self._generator.paused():
-        self._observer.checkpoint(self._trainer.version)
-      raise
+      with _interrupt_deferred() as interrupted:
+        while self._trainer.version < self._pacing.num_updates:
+          self._update(interrupted)
     finally:
       self._generator.stop()
 
-  def _finish_update(self, version: int, row: dict[str, Any]) -> None:
+  def _update(self, interrupted: threading.Event) -> None:
+    row = self._trainer.update(self._wait(self._trainer.version))
+    version = self._trainer.version
+    if self._pacing.publishes(version):
+      self._store.publish(self._trainer.state.params, version)
     with self._generator.paused():
       row['num_buffered'] = self._producer.num_buffered
       row['epoch'] = self._producer.sampler.epoch
       row['num_active_problems'] = self._producer.sampler.num_active
       self._observer.on_update(version, row)
       self._observer.on_version(version)
+      stops = interrupted.is_set() or self._trainer.has_diverged
       last = version == self._pacing.num_updates
-      if last or version % self._checkpoint_every == 0:
+      if stops or last or version % self._checkpoint_every == 0:
         self._producer.refresh()
         self._observer.checkpoint(version)
+    self._trainer.check()
+    if stops:
+      raise KeyboardInterrupt
 
   def _wait(self, version: int) -> list[records.RolloutGroup]:
     deadline = time.monotonic() + self._deadline_s
@@ -148,16 +149,40 @@ class Loop:
         )
 
 
+@contextlib.contextmanager
+def _interrupt_deferred() -> Iterator[threading.Event]:
+  """Sets the event on the first Ctrl-C; the second raises as usual."""
+  interrupted = threading.Event()
+  if threading.current_thread() is not threading.main_thread():
+    yield interrupted  # Signals reach the main thread only.
+    return
+
+  def handle(*_: Any) -> None:
+    interrupted.set()
+    signal.signal(signal.SIGINT, before)
+    _log.warning('stopping after this update; Ctrl-C again stops at once')
+
+  before = signal.signal(signal.SIGINT, handle)
+  try:
+    yield interrupted
+  finally:
+    signal.signal(signal.SIGINT, before)
+
+
 class _GeneratorThread:
   """Calls `pump` in a thread; `paused` keeps it between two calls."""
 
-  def __init__(self, pump: Callable[[], bool]) -> None:
+  def __init__(self, pump: Callable[[], bool], *, deadline_s: float) -> None:
     self._pump = pump
+    self._deadline_s = deadline_s
     self._lock = threading.Lock()
     self._wanted = threading.Event()  # The trainer waits for the lock.
     self._stopping = threading.Event()
     self._error: Exception | None = None
-    self._thread = threading.Thread(target=self._run, name='generator')
+    # A daemon: one that hangs must not keep the process from its end.
+    self._thread = threading.Thread(
+      target=self._run, name='generator', daemon=True
+    )
 
   def start(self) -> None:
     self._thread.start()
@@ -165,7 +190,7 @@ class _GeneratorThread:
   def stop(self) -> None:
     self._stopping.set()
     if self._thread.is_alive():
-      self._thread.join()
+      self._thread.join(self._deadline_s)
 
   def check(self) -> None:
     if self._error is not None:
@@ -174,11 +199,17 @@ class _GeneratorThread:
       )
 
   @contextlib.contextmanager
-  def paused(self) -> Any:
+  def paused(self) -> Iterator[None]:
     self._wanted.set()
-    with self._lock:
-      self._wanted.clear()
+    if not self._lock.acquire(timeout=self._deadline_s):
+      raise GeneratorError(
+        f'the generator did not return from a dispatch in {self._deadline_s} s'
+      )
+    self._wanted.clear()
+    try:
       yield
+    finally:
+      self._lock.release()
 
   def _run(self) -> None:
     try:

@@ -84,9 +84,6 @@ class Trainer:
 
     Returns:
       Metrics by name.
-
-    Raises:
-      TrainingDivergedError: The limit of skipped updates was passed.
     """
     start = time.monotonic()
     longest = max(
@@ -115,12 +112,24 @@ class Trainer:
       ),
     )
     row['training_s'] = seconds
-    if int(self.state.nonfinite_streak) >= self._max_streak:
+    return row
+
+  @property
+  def has_diverged(self) -> bool:
+    """Whether the limit of skipped updates in a row is reached."""
+    return int(self.state.nonfinite_streak) >= self._max_streak
+
+  def check(self) -> None:
+    """Checks that the run is worth going on with.
+
+    Raises:
+      TrainingDivergedError: The limit of skipped updates is reached.
+    """
+    if self.has_diverged:
       raise TrainingDivergedError(
         f'{self._max_streak} updates in a row had a loss or gradient that is'
         ' not finite; lower optimizer.learning_rate'
       )
-    return row
 
 
 def _to_row(metrics: step_lib.StepMetrics) -> dict[str, Any]:

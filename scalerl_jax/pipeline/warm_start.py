@@ -88,9 +88,7 @@ def train(
   tx = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95)
   )
-  step = step_lib.make_train_step(
-    apply_fn, tx, recipes.supervised()
-  )
+  step = step_lib.make_train_step(apply_fn, tx, recipes.supervised())
   state = state_lib.init(params, tx)
   smoothed = None
   for _ in range(num_steps):

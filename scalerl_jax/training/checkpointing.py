@@ -90,9 +90,9 @@ class Checkpointer:
       ValueError: There are checkpoints and none of them can be read.
     """
     steps = sorted(self._manager.all_steps(), reverse=True)
-    for updates in steps:
+    for i, updates in enumerate(steps):
       try:
-        return self._read(updates, template)
+        restored = self._read(updates, template)
       except Exception as error:
         # Orbax and tensorstore raise many kinds for a damaged directory.
         reason = str(error).split('\n')[0][:200]
@@ -102,7 +102,10 @@ class Checkpointer:
           path,
           reason,
         )
-        self._manager.delete(updates)
+        continue
+      for damaged in steps[:i]:  # Else their names could not be used again.
+        self._manager.delete(damaged)
+      return restored
     if steps:
       raise ValueError(
         f'none of the checkpoints in {self._directory} can be read; start in'
