@@ -11,8 +11,8 @@ recipe, and in the schedule where the algorithm has its own.
 
 import ml_collections
 
-_MAX_PROMPT_TOKENS = 20
-_MAX_TOKENS = 80
+_MAX_PROMPT_TOKENS = 16
+_MAX_TOKENS = 64
 
 _RECIPE_ARGS = {
   'scalerl': {'max_ratio': 5.0},
@@ -62,36 +62,36 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
         'max_prompt_tokens': _MAX_PROMPT_TOKENS,
         'toy': {
           'num_train': 1024,
-          'num_eval': 112,
+          'num_eval': 100,
           'min_operations': 2,
-          'max_operations': 8,
+          'max_operations': 6,
           'seed': 0,
         },
       },
       'warm_start': {
         'num_steps': 600,
-        'stop_loss': 0.2,
+        'stop_loss': 0.15,
         'batch_size': 64,
         'learning_rate': 2e-3,
         'interrupted_fraction': 0.1,
       },
       'batch': {
-        'prompts': 24,
+        'prompts': 32,
         'group_size': 16,
-        'num_microbatches': 12,
+        'num_microbatches': 16,
         'max_tokens': _MAX_TOKENS,
         'truncated': 'mask',
       },
       'engine': {
         'kind': 'jax',
-        'num_slots': 384,
+        'num_slots': 512,
         'steps_per_dispatch': 8,
         'temperature': 1.0,
       },
       'length': {
         'interrupt': True,
-        'min_thinking_tokens': 36,
-        'max_thinking_tokens': 46,
+        'min_thinking_tokens': 28,
+        'max_thinking_tokens': 38,
         'answer_tokens': 4,
         'phrase': 'Stop.</think>',
       },
@@ -99,7 +99,7 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
         'schedule': 'lockstep',
         'algorithm': 'ppo_off_policy' if off_policy else 'pipeline_rl',
         'max_lag': 8,
-        'lockstep_lead': 0 if off_policy else 3,
+        'lockstep_lead': 0 if off_policy else 2,
         'deadline_s': 600.0,
       },
       'curriculum': {'max_pass_rate': 0.9},
@@ -116,7 +116,7 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
       'evaluation': {
         'every': 4,
         'samples_per_problem': 16,
-        'num_problems': 112,
+        'num_problems': 100,
       },
       'checkpoint': {'every': 8, 'keep': 2},
       'curve': {
