@@ -12,7 +12,7 @@ recipe, and in the schedule where the algorithm has its own.
 import ml_collections
 
 _MAX_PROMPT_TOKENS = 16
-_MAX_TOKENS = 64
+_MAX_TOKENS = 72
 
 _RECIPE_ARGS = {
   'scalerl': {'max_ratio': 5.0},
@@ -64,16 +64,16 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
           'num_train': 1024,
           'num_eval': 100,
           'min_operations': 2,
-          'max_operations': 6,
+          'max_operations': 7,
           'seed': 0,
         },
       },
       'warm_start': {
-        'num_steps': 600,
-        'stop_loss': 0.15,
+        'num_steps': 340,
         'batch_size': 64,
         'learning_rate': 2e-3,
         'interrupted_fraction': 0.1,
+        'error_rate': 0.22,
       },
       'batch': {
         'prompts': 32,
@@ -90,8 +90,8 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
       },
       'length': {
         'interrupt': True,
-        'min_thinking_tokens': 28,
-        'max_thinking_tokens': 38,
+        'min_thinking_tokens': 34,
+        'max_thinking_tokens': 44,
         'answer_tokens': 4,
         'phrase': 'Stop.</think>',
       },

@@ -103,7 +103,9 @@ def _batches(
     )
     is_cut = rng.random() < config.warm_start.interrupted_fraction
     phrase = config.length.phrase if is_cut else None
-    texts = arithmetic.worked_solution(rng, chain, phrase=phrase)
+    texts = arithmetic.worked_solution(
+      rng, chain, phrase=phrase, error_rate=config.warm_start.error_rate
+    )
     before, inserted, after = map(tokenizer.encode, texts)
     learned = [
       *([True] * len(before)),

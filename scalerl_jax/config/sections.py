@@ -138,6 +138,7 @@ class WarmStartConfig:
     batch_size: Solutions per step.
     learning_rate: Constant rate after a short warm-up.
     interrupted_fraction: Share of solutions that are cut off by the phrase.
+    error_rate: Probability that a line of a solution has a wrong result.
   """
 
   num_steps: int = 0
@@ -145,16 +146,16 @@ class WarmStartConfig:
   batch_size: int = 64
   learning_rate: float = 1e-3
   interrupted_fraction: float = 0.0
+  error_rate: float = 0.0
 
   def __post_init__(self) -> None:
     """Checks the values; raises ValueError."""
     checks.at_least(self, 0, 'num_steps', 'stop_loss')
     checks.at_least(self, 1, 'batch_size')
     checks.positive(self, 'learning_rate')
-    if not 0 <= self.interrupted_fraction <= 1:
-      raise ValueError(
-        f'interrupted_fraction={self.interrupted_fraction} must be in [0, 1]'
-      )
+    for name in ('interrupted_fraction', 'error_rate'):
+      if not 0 <= getattr(self, name) <= 1:
+        raise ValueError(f'{name}={getattr(self, name)} must be in [0, 1]')
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,24 +150,34 @@ def problems(
 
 
 def worked_solution(
-  rng: np.random.Generator, chain: Chain, *, phrase: str | None
+  rng: np.random.Generator,
+  chain: Chain,
+  *,
+  phrase: str | None,
+  error_rate: float = 0.0,
 ) -> tuple[str, str, str]:
   """Writes the solution that the warm start imitates.
 
+  The demonstrator is fallible: a line has a wrong result with probability
+  `error_rate`, and the later lines go on from it. A policy that imitates it
+  knows the facts but does not rely on them, which leaves room for RL.
+
   Args:
-    rng: Advanced where `phrase` is given.
+    rng: Advanced.
     chain: The problem.
     phrase: None: worked to the end. Else the work breaks off at a random
       character and the phrase, which closes the thinking, is inserted.
+    error_rate: Probability of a wrong result, line by line.
 
   Returns:
     (text before the inserted phrase, the phrase or '', text after it).
   """
-  work = '<think>' + ''.join(chain.lines())
+  lines = _demonstrate(rng, chain, error_rate)
+  work, answer = '<think>' + ''.join(lines), lines[-1][-2]
   if phrase is None:
-    return f'{work}</think>{chain.answer}<end>', '', ''
+    return f'{work}</think>{answer}<end>', '', ''
   cut = int(rng.integers(len('<think>'), len(work) - 3))
-  return work[:cut], phrase, f'{chain.answer}<end>'
+  return work[:cut], phrase, f'{answer}<end>'
 
 
 def write_jsonl(path: pathlib.Path, rows: list[records.Problem]) -> None:
@@ -181,6 +191,19 @@ def write_jsonl(path: pathlib.Path, rows: list[records.Problem]) -> None:
   part = path.with_suffix('.part')
   part.write_text(''.join(lines), encoding='utf-8')
   part.replace(path)
+
+
+def _demonstrate(
+  rng: np.random.Generator, chain: Chain, error_rate: float
+) -> list[str]:
+  value, lines = chain.start, []
+  for op, digit in chain.operations:
+    result = _apply(value, op, digit)
+    if rng.random() < error_rate:
+      result = (result + int(rng.integers(1, _MODULUS))) % _MODULUS
+    lines.append(f'{value}{op}{digit}={result}\n')
+    value = result
+  return lines
 
 
 def _apply(value: int, op: str, digit: int) -> int:
