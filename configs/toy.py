@@ -12,7 +12,7 @@ recipe, and in the schedule where the algorithm has its own.
 import ml_collections
 
 _MAX_PROMPT_TOKENS = 16
-_MAX_TOKENS = 72
+_MAX_TOKENS = 80
 
 _RECIPE_ARGS = {
   'scalerl': {'max_ratio': 5.0},
@@ -61,7 +61,7 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
         'eval_path': '',
         'max_prompt_tokens': _MAX_PROMPT_TOKENS,
         'toy': {
-          'num_train': 1024,
+          'num_train': 2048,
           'num_eval': 100,
           'min_operations': 2,
           'max_operations': 7,
@@ -90,8 +90,8 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
       },
       'length': {
         'interrupt': True,
-        'min_thinking_tokens': 34,
-        'max_thinking_tokens': 44,
+        'min_thinking_tokens': 38,
+        'max_thinking_tokens': 48,
         'answer_tokens': 4,
         'phrase': 'Stop.</think>',
       },
@@ -104,7 +104,7 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
       },
       'curriculum': {'max_pass_rate': 0.9},
       'optimizer': {
-        'learning_rate': 1e-4,
+        'learning_rate': 1.2e-4,
         'warmup_steps': 10,
         'b1': 0.9,
         'b2': 0.95,

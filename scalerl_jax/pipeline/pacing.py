@@ -3,19 +3,22 @@
 Let P be prompts per update, k the largest lag, u the trainer's version (updates
 done) and v ≤ u the version that the generator samples with.
 
-PipelineRL-k. Three rules:
+PipelineRL-k. A group whose first token is of version g is due: it must be
+consumed at update g + k at the latest. Three rules:
 
   1. With version v the generator has submitted at most (v + k + 1)·P visits.
-  2. Before update u → u + 1 the trainer waits until every group whose first
-     token is of version u - k or older is complete.
-  3. It takes the P complete groups with the smallest visit numbers.
+  2. Update u takes the P complete groups with the smallest visit numbers.
+  3. It waits for more complete groups where what it leaves, P groups an update
+     from the oldest on, would not all be consumed in time.
 
-Then every token is consumed with a lag of at most k. Visits start in order, so
-groups that started at version u - k or older are, by rule 1, among the first
-(u + 1)·P visits, of which u·P have been consumed: at most P are left, they are
-complete by rule 2, and they come first in rule 3. So none of them is left
-behind, and what is consumed at u started at u - k or later. With k = 0 training
-is synchronous.
+Then every token is consumed with a lag of at most k, and nothing waits for
+ever. Call a state at u sound if the i-th oldest group that is not consumed
+(i = 0, 1, ...) is due at u + ⌊i / P⌋ or later. Rule 3 leaves a sound state at
+u + 1. What is submitted at v comes last, because visits start in order, and by
+rule 1 there are at most (v + k + 1 - u)·P groups not consumed, so the last is
+due in time: the state stays sound. And once all groups are complete, rule 2
+takes the P oldest, after which each of the others moves up by P: rule 3 is met.
+With k = 0 training is synchronous.
 
 PPO-off-policy-k. The generator makes k·P groups with the weights of a version
 that is a multiple of k, while the trainer waits; then come k updates on P
@@ -25,7 +28,7 @@ See "The Art of Scaling Reinforcement Learning Compute for LLMs"
 (arXiv:2510.13786), §3.1 and A.11.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 
 ALGORITHMS = ('pipeline_rl', 'ppo_off_policy')
@@ -94,12 +97,20 @@ class Pacing:
     """
     if len(complete) < self.prompts:
       return None
+    chosen = sorted(complete)[: self.prompts]
     if self.algorithm == 'ppo_off_policy':
-      if version % self.max_lag == 0 and can_generate:
-        return None
-    else:
-      if any(first <= version - self.max_lag for first in incomplete.values()):
-        return None
-      if can_generate and len(complete) < (self.lead + 1) * self.prompts:
-        return None
-    return sorted(complete)[: self.prompts]
+      starts_phase = version % self.max_lag == 0
+      return None if starts_phase and can_generate else chosen
+    if can_generate and len(complete) < (self.lead + 1) * self.prompts:
+      return None
+    left = {**complete, **incomplete}
+    for visit in chosen:
+      del left[visit]
+    return chosen if self._in_time(version + 1, left.values()) else None
+
+  def _in_time(self, version: int, first_versions: Iterable[int]) -> bool:
+    """Whether P groups an update, oldest first, are all consumed in time."""
+    return all(
+      version + i // self.prompts <= first + self.max_lag
+      for i, first in enumerate(sorted(first_versions))
+    )

@@ -94,7 +94,8 @@ class RolloutProducer:
     weights = self._store.latest()
     if weights.version != self._engine.version:
       self._engine.update_weights(weights.params, weights.version)
-    while self._engine.has_room and self._may_submit():
+    # Not the newest version: another may be published at this moment.
+    while self._engine.has_room and self._may_submit(weights.version):
       self._submit()
     if not self._engine.num_in_flight:
       return False
@@ -116,7 +117,8 @@ class RolloutProducer:
       version,
       complete={v: g.admitted_version for v, g in self._complete.items()},
       incomplete=self._engine.in_flight,
-      can_generate=bool(self._engine.num_in_flight) or self._may_submit(),
+      can_generate=bool(self._engine.num_in_flight)
+      or self._may_submit(self._store.latest().version),
     )
     if chosen is None:
       return None
@@ -168,8 +170,7 @@ class RolloutProducer:
     self._engine.update_weights(weights.params, weights.version)
     self._engine.refresh_cache()
 
-  def _may_submit(self) -> bool:
-    version = self._store.latest().version
+  def _may_submit(self, version: int) -> bool:
     return self.sampler.num_visits < self._pacing.max_visits(version)
 
   def _submit(self) -> None:

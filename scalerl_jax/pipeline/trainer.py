@@ -143,6 +143,7 @@ def _to_row(metrics: step_lib.StepMetrics) -> dict[str, Any]:
 
 def _stats_row(stats: batching.BatchStats) -> dict[str, Any]:
   row: dict[str, Any] = dataclasses.asdict(stats)
+  row['num_batch_tokens'] = row.pop('num_tokens')  # In the loss or not.
   n = max(stats.num_rollouts, 1)
   row['pass_rate_train'] = stats.num_correct / n
   row['truncated_fraction'] = stats.num_truncated / n

@@ -213,7 +213,27 @@ def make_train_step(
     )
     return new_state, metrics
 
-  return jax.jit(step, donate_argnums=0)
+  if mesh is None:
+    return jax.jit(step, donate_argnums=0)
+  return _keep_shardings(step)
+
+
+def _keep_shardings(step: Callable[..., Any]) -> Callable[..., Any]:
+  """Jits a step that returns the state sharded as it is first given."""
+  jitted: Callable[..., Any] | None = None
+
+  def call(
+    state: state_lib.TrainState, batch: arrays.Batch
+  ) -> tuple[state_lib.TrainState, StepMetrics]:
+    nonlocal jitted
+    if jitted is None:
+      # Left to XLA, the output of a replicated array may come out sharded,
+      # and the next step would compile again.
+      shardings = jax.tree.map(lambda x: x.sharding, state)
+      jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    return jitted(state, batch)
+
+  return call
 
 
 def diagnose(

@@ -147,6 +147,9 @@ def test_rows_have_the_keys_of_the_design(reference):
   metrics = tiny.rows(reference, 'metrics')
   assert [row['step'] for row in metrics] == [1, 2, 3, 4]
   assert sum(row['num_prompts_kept'] for row in metrics) > 0
+  for row in metrics:
+    assert bool(row['num_tokens']) == bool(row['num_prompts_kept'])
+    assert row['num_tokens'] < row['num_batch_tokens']
   assert {p.name for p in (reference / 'checkpoints').iterdir()} == {'2', '4'}
 
 
@@ -286,9 +289,7 @@ def test_s08_s10_evaluation_is_of_the_version_it_names(reference, version):
     r for r in tiny.rows(reference, 'evals') if r['policy_version'] == version
   ]
   assert [row['step'] for row in rows] == [version]
-  samples = [
-    r for r in tiny.rows(reference, 'samples') if r['step'] == version
-  ]
+  samples = [r for r in tiny.rows(reference, 'samples') if r['step'] == version]
   assert [s['response'] for s in samples] == _responses(
     config, params, version, prompts=[s['prompt'] for s in samples]
   )
@@ -384,6 +385,18 @@ def test_ppo_off_policy_runs_in_phases(workdir):
       assert row['lag_mean'] == row['lag_max'] == (row['step'] - 1) % 2
 
 
+def test_threads_run_with_real_parts(workdir):
+  config = tiny.config(pipeline={'schedule': 'threads'})
+  build.run(config, workdir)
+  metrics = tiny.rows(workdir, 'metrics')
+  assert [row['step'] for row in metrics] == [1, 2, 3, 4]
+  assert max(row['lag_max'] for row in metrics) <= 2
+  sampler = _restore(config, workdir).host['producer']['sampler']
+  assert sampler['num_visits'] == config.num_updates * config.batch.prompts
+  evals = tiny.rows(workdir, 'evals')
+  assert [row['policy_version'] for row in evals] == [0, 2, 4]
+
+
 def test_ctrl_c_finishes_the_update_saves_and_resumes(reference, workdir):
   config = tiny.config()
   with tiny.when_logged(
@@ -401,8 +414,9 @@ def test_ctrl_c_finishes_the_update_saves_and_resumes(reference, workdir):
   assert [r['step'] for r in tiny.rows(workdir, 'evals')] == [0, 2, 4]
   a, b = _restore(config, workdir), _restore(config, reference)
   for name in ('num_visits', 'epoch', 'position'):
-    assert a.host['producer']['sampler'][name] == (
-      b.host['producer']['sampler'][name]
+    assert (
+      a.host['producer']['sampler'][name]
+      == (b.host['producer']['sampler'][name])
     )
 
 

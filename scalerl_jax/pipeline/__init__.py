@@ -1,0 +1,1 @@
+"""Generator and trainer side by side, within the bound on the lag."""
