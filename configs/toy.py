@@ -12,7 +12,7 @@ recipe, and in the schedule where the algorithm has its own.
 import ml_collections
 
 _MAX_PROMPT_TOKENS = 16
-_MAX_TOKENS = 80
+_MAX_RESPONSE_TOKENS = 58
 
 _RECIPE_ARGS = {
   'scalerl': {'max_ratio': 5.0},
@@ -20,7 +20,7 @@ _RECIPE_ARGS = {
   'dapo': {'clip_low': 0.2, 'clip_high': 0.26},
   'magistral': {'clip_low': 0.2, 'clip_high': 0.26},
   'minimax_m1': {'max_ratio': 5.0},
-  'dr_grpo': {'clip': 0.2, 'length': _MAX_TOKENS - _MAX_PROMPT_TOKENS},
+  'dr_grpo': {'clip': 0.2, 'length': _MAX_RESPONSE_TOKENS},
   'gspo': {'clip_low': 3e-3, 'clip_high': 4e-3},
 }
 # The paper runs these with PPO-off-policy.
@@ -55,6 +55,7 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
         'num_kv_heads': 2,
         'head_dim': 32,
         'hidden_dim': 256,
+        'qk_norm': True,
       },
       'data': {
         'train_path': '',
@@ -69,17 +70,18 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
         },
       },
       'warm_start': {
-        'num_steps': 340,
-        'batch_size': 64,
-        'learning_rate': 2e-3,
+        'num_steps': 600,
+        'batch_size': 40,
+        'learning_rate': 4e-3,
         'interrupted_fraction': 0.1,
-        'error_rate': 0.22,
+        'error_rate': 0.3,
       },
       'batch': {
         'prompts': 32,
         'group_size': 16,
         'num_microbatches': 16,
-        'max_tokens': _MAX_TOKENS,
+        'max_tokens': 128,
+        'packed': True,
         'truncated': 'mask',
       },
       'engine': {

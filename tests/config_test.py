@@ -138,7 +138,6 @@ _PPO = {'pipeline.algorithm': 'ppo_off_policy'}
     # Several fields.
     ({'batch.num_microbatches': 3}, '16 rows must be divisible by'),
     ({'mesh.data': 3}, '16 rows must be divisible by'),
-    ({'mesh.fsdp': 16}, 'warm_start.batch_size=8 must be divisible'),
     ({'mesh.tensor': 2}, 'mesh.tensor=2 must divide the .kv_heads. axis'),
     ({'batch.max_tokens': 60}, '= 61 tokens exceed batch.max_tokens=60'),
     (

@@ -75,7 +75,6 @@ def _train(
     _batches(config, tokenizer),
     num_steps=steps,
     learning_rate=config.warm_start.learning_rate,
-    stop_loss=config.warm_start.stop_loss,
   )
   with contextlib.closing(
     writers.JsonlWriter(workdir / 'warm_start.jsonl')
@@ -116,8 +115,8 @@ def _batches(
     return prompt, before + inserted + after, learned
 
   # Prompt, a line for each operation, the markers and the answer.
-  row_tokens = 2 * toy.max_operations + 2 + 6 * toy.max_operations + 4
-  row_tokens += len(tokenizer.encode(config.length.phrase))
+  longest = 2 * toy.max_operations + 2 + 6 * toy.max_operations + 4
+  longest += len(tokenizer.encode(config.length.phrase))
   while True:
     examples = [example() for _ in range(config.warm_start.batch_size)]
-    yield warm_start.make_batch(examples, row_tokens=row_tokens)
+    yield warm_start.make_batch(examples, row_tokens=2 * longest)

@@ -53,8 +53,10 @@ class Recorder:
   def start(self, updates: int) -> None:
     """Begins at an update: 0 or that of a checkpoint."""
     if self._config.reporting.tensorboard:
+      # A checkpoint is made after its update has been written.
+      start_step = updates + 1 if updates else 0
       self._board = writers.TensorBoardWriter(
-        self._workdir / 'tensorboard', start_step=updates
+        self._workdir / 'tensorboard', start_step=start_step
       )
 
   def state(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from scalerl_jax.models import spec as spec_lib
 from scalerl_jax.sharding import rules
 from scalerl_jax.training import optimizer
 
+_ROW_BUCKETS = 16  # Most shapes of packed rows.
 # Seeds are also folded into 32-bit keys.
 _MAX_SEED = 2**31 - 1
 
@@ -77,20 +78,25 @@ class RunConfig:
           f' most data.toy.num_eval={limit}'
         )
 
+  @property
+  def row_multiple(self) -> int:
+    """What the rows of a batch are padded to a multiple of.
+
+    One row for each microbatch and shard, and where rows are packed, so that
+    their number varies, coarse enough for few shapes to be compiled.
+    """
+    parts = self.batch.num_microbatches * self.mesh.data * self.mesh.fsdp
+    coarse = self.batch.rows // _ROW_BUCKETS if self.batch.packed else 0
+    return max(coarse // parts, 1) * parts
+
   def _check_rows(self) -> None:
-    shards = self.mesh.data * self.mesh.fsdp
-    parts = self.batch.num_microbatches * shards
+    parts = self.batch.num_microbatches * self.mesh.data * self.mesh.fsdp
     if self.batch.rows % parts:
       raise ValueError(
         f'batch.prompts={self.batch.prompts} x batch.group_size='
         f'{self.batch.group_size} = {self.batch.rows} rows must be divisible by'
         f' batch.num_microbatches={self.batch.num_microbatches} x'
         f' mesh.data={self.mesh.data} x mesh.fsdp={self.mesh.fsdp} = {parts}'
-      )
-    if self.warm_start.num_steps and self.warm_start.batch_size % shards:
-      raise ValueError(
-        f'warm_start.batch_size={self.warm_start.batch_size} must be divisible'
-        f' by mesh.data={self.mesh.data} x mesh.fsdp={self.mesh.fsdp}'
       )
 
   def _check_tokens(self) -> None:

@@ -132,17 +132,14 @@ class WarmStartConfig:
   """The supervised start from worked toy solutions.
 
   Attributes:
-    num_steps: Most steps; 0: no warm start.
-    stop_loss: Smoothed loss, in nats per token, at which it ends before; 0:
-      never.
+    num_steps: Steps; 0: no warm start.
     batch_size: Solutions per step.
-    learning_rate: Constant rate after a short warm-up.
+    learning_rate: Peak rate, between a warm-up and a cosine decay.
     interrupted_fraction: Share of solutions that are cut off by the phrase.
     error_rate: Probability that a line of a solution has a wrong result.
   """
 
   num_steps: int = 0
-  stop_loss: float = 0.0
   batch_size: int = 64
   learning_rate: float = 1e-3
   interrupted_fraction: float = 0.0
@@ -150,7 +147,7 @@ class WarmStartConfig:
 
   def __post_init__(self) -> None:
     """Checks the values; raises ValueError."""
-    checks.at_least(self, 0, 'num_steps', 'stop_loss')
+    checks.at_least(self, 0, 'num_steps')
     checks.at_least(self, 1, 'batch_size')
     checks.positive(self, 'learning_rate')
     for name in ('interrupted_fraction', 'error_rate'):
@@ -169,6 +166,8 @@ class BatchConfig:
     num_microbatches: Equal parts that gradients are accumulated over.
     max_tokens: Longest row, prompt included.
     truncated: `mask` or `keep` rollouts that ran out of tokens.
+    packed: True: rows of `max_tokens` that hold several rollouts each; False:
+      one rollout per row, and rows as long as the longest one.
   """
 
   prompts: int
@@ -176,6 +175,7 @@ class BatchConfig:
   num_microbatches: int = 1
   max_tokens: int
   truncated: str = 'mask'
+  packed: bool = False
 
   def __post_init__(self) -> None:
     """Checks the values; raises ValueError."""
@@ -185,7 +185,7 @@ class BatchConfig:
 
   @property
   def rows(self) -> int:
-    """Rollouts of one update."""
+    """Rollouts of one update: rows that are not packed."""
     return self.prompts * self.group_size
 
 

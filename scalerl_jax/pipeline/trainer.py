@@ -38,9 +38,10 @@ class Trainer:
     ],
     *,
     spec: spec_lib.ModelSpec,
-    num_rows: int,
+    row_multiple: int,
     max_tokens: int,
     truncated: str,
+    packed: bool,
     pad_id: int,
     max_nonfinite_streak: int,
     num_devices: int = 1,
@@ -51,9 +52,10 @@ class Trainer:
       state: Donated to the first update.
       step_fn: From `training.make_train_step`.
       spec: The model, for the FLOP count.
-      num_rows: Rows of a batch.
+      row_multiple: Rows of a batch are padded to a multiple of it.
       max_tokens: Longest row.
       truncated: `mask` or `keep`; see `batching.assemble`.
+      packed: True: rows of `max_tokens` with several rollouts each.
       pad_id: Token of the padding.
       max_nonfinite_streak: Skipped updates in a row that are endured.
       num_devices: Devices that train, for device-hours.
@@ -61,9 +63,10 @@ class Trainer:
     self.state = state
     self._step_fn = step_fn
     self._spec = spec
-    self._num_rows = num_rows
+    self._row_multiple = row_multiple
     self._max_tokens = max_tokens
     self._truncated = truncated
+    self._packed = packed
     self._pad_id = pad_id
     self._max_streak = max_nonfinite_streak
     self._num_devices = num_devices
@@ -86,16 +89,12 @@ class Trainer:
       Metrics by name.
     """
     start = time.monotonic()
-    longest = max(
-      len(g.request.prompt_ids) + len(r.token_ids)
-      for g in groups
-      for r in g.rollouts
-    )
-    T = batching.bucket(longest, multiple=_BUCKET, limit=self._max_tokens)
     batch, stats = batching.assemble(
       groups,
-      num_rows=self._num_rows,
-      row_tokens=T,
+      num_rows=None,
+      row_multiple=self._row_multiple,
+      row_tokens=self._row_tokens(groups),
+      packed=self._packed,
       truncated=self._truncated,
       pad_id=self._pad_id,
     )
@@ -113,6 +112,16 @@ class Trainer:
     )
     row['training_s'] = seconds
     return row
+
+  def _row_tokens(self, groups: Sequence[records.RolloutGroup]) -> int:
+    if self._packed:
+      return self._max_tokens
+    longest = max(
+      len(g.request.prompt_ids) + len(r.token_ids)
+      for g in groups
+      for r in g.rollouts
+    )
+    return batching.bucket(longest, multiple=_BUCKET, limit=self._max_tokens)
 
   @property
   def has_diverged(self) -> bool:

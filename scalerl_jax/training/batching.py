@@ -66,26 +66,29 @@ def bucket(length: int, *, multiple: int, limit: int) -> int:
 def assemble(
   groups: Sequence[records.RolloutGroup],
   *,
-  num_rows: int,
+  num_rows: int | None,
   row_tokens: int,
   truncated: str = 'mask',
   packed: bool = False,
+  row_multiple: int = 1,
   pad_id: int = 0,
 ) -> tuple[arrays.Batch, BatchStats]:
   """Lays groups out in rows; nothing is dropped, masked rollouts are counted.
 
   Args:
     groups: Complete groups, of distinct visits.
-    num_rows: B; rows that are not needed are padding.
+    num_rows: B; rows that are not needed are padding. None: as few as are
+      needed, rounded up to a multiple of `row_multiple`.
     row_tokens: T.
     truncated: `mask`: a truncated rollout takes no part, neither in the loss
       nor in its group's mean; `keep`: it counts with its reward.
     packed: False: one rollout per row. True: first-fit decreasing.
+    row_multiple: Granularity of B where num_rows is None.
     pad_id: Token of the padding.
 
   Returns:
     (batch with numpy leaves, stats). R is the number of rollouts, rounded up
-    to num_rows where rows hold one rollout each.
+    to B where rows hold one rollout each.
 
   Raises:
     ValueError: Unknown policy, a visit given twice, arrays of a rollout that
@@ -107,6 +110,9 @@ def assemble(
     row_tokens=row_tokens,
     packed=packed,
   )
+  if num_rows is None:
+    needed = 1 + max((row for row, _, _ in rows), default=0)
+    num_rows = -(-needed // row_multiple) * row_multiple
   R = len(rollouts) if packed else num_rows
   batch = _empty(num_rows, row_tokens, R, pad_id)
   for i, (prompt, request, rollout) in enumerate(rollouts):
@@ -147,28 +153,36 @@ def _length(request: records.Request, rollout: records.Rollout) -> int:
 
 
 def _place(
-  lengths: Sequence[int], *, num_rows: int, row_tokens: int, packed: bool
+  lengths: Sequence[int],
+  *,
+  num_rows: int | None,
+  row_tokens: int,
+  packed: bool,
 ) -> list[tuple[int, int, int]]:
   """Chooses (row, first column, segment id) of each rollout."""
   if lengths and max(lengths) > row_tokens:
     raise ValueError(
       f'a rollout of {max(lengths)} tokens does not fit a row of {row_tokens}'
     )
+  limit = math.inf if num_rows is None else num_rows
   if not packed:
-    if len(lengths) > num_rows:
+    if len(lengths) > limit:
       raise ValueError(f'{len(lengths)} rollouts for {num_rows} rows')
     return [(i, 0, 1) for i in range(len(lengths))]
-  used, segments = [0] * num_rows, [0] * num_rows
+  used: list[int] = []
+  segments: list[int] = []
   placed: list[tuple[int, int, int]] = [(0, 0, 0)] * len(lengths)
   for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-    row = next(
-      (b for b in range(num_rows) if used[b] + lengths[i] <= row_tokens), None
-    )
-    if row is None:
+    fits = (b for b, u in enumerate(used) if u + lengths[i] <= row_tokens)
+    row = next(fits, len(used))
+    if row == limit:
       raise ValueError(
         f'{sum(lengths)} tokens do not pack into {num_rows} rows of'
         f' {row_tokens}'
       )
+    if row == len(used):
+      used.append(0)
+      segments.append(0)
     segments[row] += 1
     placed[i] = (row, used[row], segments[row])
     used[row] += lengths[i]

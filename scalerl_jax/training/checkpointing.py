@@ -2,13 +2,14 @@
 
     checkpoints/<updates>/train   arrays of the TrainState (Orbax)
     checkpoints/<updates>/host    arrays of the host state (Orbax)
-    checkpoints/<updates>/tree    the host state's structure, and checksums
+    checkpoints/<updates>/tree    all else of the host state, and a checksum
 
 A directory appears under its final name only when it is complete. A newest one
 that cannot be read is passed over, with a warning, for the one before.
 """
 
 import io
+import json
 import logging
 import math
 import pathlib
@@ -58,6 +59,9 @@ class Checkpointer:
       updates: Updates that the state contains.
       train_state: Pytree of arrays.
       host: Nested dicts and lists of JSON values and numpy arrays.
+
+    Raises:
+      TypeError: A value or array of `host` is of no type that can be stored.
     """
     arrays: list[np.ndarray] = []
     tree = _flatten(host, arrays)
@@ -71,7 +75,7 @@ class Checkpointer:
         train=ocp.args.StandardSave(train_state),
         host=ocp.args.StandardSave(stored),
         tree=ocp.args.JsonSave(
-          {'host': tree, 'checksum': _checksum(train_state, arrays)}
+          {'host': tree, 'checksum': _checksum(train_state, tree, arrays)}
         ),
       ),
       force=True,
@@ -131,13 +135,14 @@ class Checkpointer:
     stored = io.BytesIO(np.asarray(item.host['bytes']).tobytes())
     arrays: list[np.ndarray] = []
     host = _unflatten(tree['host'], stored, arrays)
-    if _checksum(item.train, arrays) != tree['checksum']:
+    checksum = _checksum(item.train, tree['host'], arrays)
+    if checksum != tree['checksum']:
       raise ValueError('the checksum does not match: the files were damaged')
     return Restored(updates, item.train, host)
 
 
-def _checksum(train_state: Any, arrays: list[np.ndarray]) -> int:
-  crc = 0
+def _checksum(train_state: Any, tree: Any, arrays: list[np.ndarray]) -> int:
+  crc = zlib.crc32(json.dumps(tree).encode('utf-8'))
   for leaf in [*jax.tree.leaves(train_state), *arrays]:
     crc = zlib.crc32(np.ascontiguousarray(np.asarray(leaf)).tobytes(), crc)
   return crc
@@ -149,8 +154,12 @@ def _flatten(value: Any, arrays: list[np.ndarray]) -> Any:
   if isinstance(value, list | tuple):
     return [_flatten(v, arrays) for v in value]
   if isinstance(value, np.ndarray):
+    dtype = value.dtype
+    # The name of an extension type, as bfloat16's, reads back as raw bytes.
+    if dtype.hasobject or np.dtype(dtype.str) != dtype:
+      raise TypeError(f'an array of {dtype} in the host state cannot be stored')
     arrays.append(value)
-    return {_ARRAY: value.dtype.str, 'shape': list(value.shape)}
+    return {_ARRAY: dtype.str, 'shape': list(value.shape)}
   if isinstance(value, np.generic):
     return value.item()
   return value

@@ -32,10 +32,10 @@ class OptimizerConfig:
   def __post_init__(self) -> None:
     """Checks every value; raises ValueError."""
     for name in ('learning_rate', 'eps', 'max_grad_norm'):
-      if getattr(self, name) <= 0:
+      if not getattr(self, name) > 0:  # NaN is refused, too.
         raise ValueError(f'{name}={getattr(self, name)} must be positive')
     for name in ('warmup_steps', 'weight_decay'):
-      if getattr(self, name) < 0:
+      if not getattr(self, name) >= 0:
         raise ValueError(f'{name}={getattr(self, name)} must not be negative')
     for name in ('b1', 'b2'):
       if not 0 <= getattr(self, name) < 1:

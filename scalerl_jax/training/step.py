@@ -49,7 +49,7 @@ class StepMetrics(NamedTuple):
   kl_behavior: Float[Array, '']  # k3 estimate of KL(μ ‖ π).
   logp_diff_mean: Float[Array, '']  # Mean |log π - log μ|.
   logp_diff_max: Float[Array, '']
-  logp_diff_by_position: Float[Array, ' Q']  # Mean in quarters of the row.
+  logp_diff_by_position: Float[Array, ' Q']  # Mean by quarters of T.
   lag_mean: Float[Array, '']  # Updates, at consumption.
   lag_max: Float[Array, '']
   lag_histogram: Float[Array, ' A']  # Tokens of lag 0, 1, ..., 15 or more.
@@ -291,7 +291,9 @@ def diagnose(
     kl_behavior=mean(losses.kl_k3(jnp.zeros_like(difference), difference)),
     logp_diff_mean=mean(jnp.abs(difference)),
     logp_diff_max=jnp.max(jnp.abs(difference)),
-    logp_diff_by_position=_by_position(jnp.abs(difference), mask),
+    logp_diff_by_position=_by_position(
+      jnp.abs(difference), batch.positions, mask
+    ),
     lag_mean=mean(lag.astype(jnp.float32)),
     lag_max=jnp.max(lag).astype(jnp.float32),
     lag_histogram=histogram[:NUM_LAG_BINS],
@@ -307,19 +309,13 @@ def _num_prompts(batch: arrays.Batch, valid: jax.Array) -> jax.Array:
   return jnp.sum(seen > 0).astype(jnp.float32)
 
 
-def _by_position(difference: jax.Array, mask: jax.Array) -> jax.Array:
-  T = mask.shape[1]
-  bucket = jnp.arange(T) * NUM_POSITION_BUCKETS // T
-  totals = (
-    jnp.zeros(NUM_POSITION_BUCKETS)
-    .at[bucket]
-    .add(jnp.sum(jnp.where(mask, difference, 0.0), axis=0))
-  )
-  counts = (
-    jnp.zeros(NUM_POSITION_BUCKETS)
-    .at[bucket]
-    .add(jnp.sum(mask, axis=0).astype(jnp.float32))
-  )
+def _by_position(
+  difference: jax.Array, positions: jax.Array, mask: jax.Array
+) -> jax.Array:
+  bucket = positions * NUM_POSITION_BUCKETS // mask.shape[1]
+  zero = jnp.zeros(NUM_POSITION_BUCKETS)
+  totals = zero.at[bucket].add(jnp.where(mask, difference, 0.0))
+  counts = zero.at[bucket].add(mask.astype(jnp.float32))
   return totals / jnp.maximum(counts, 1.0)
 
 
