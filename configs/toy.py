@@ -12,7 +12,7 @@ recipe, and in the schedule where the algorithm has its own.
 import ml_collections
 
 _MAX_PROMPT_TOKENS = 16
-_MAX_RESPONSE_TOKENS = 58
+_MAX_RESPONSE_TOKENS = 56
 
 _RECIPE_ARGS = {
   'scalerl': {'max_ratio': 5.0},
@@ -74,7 +74,8 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
         'batch_size': 40,
         'learning_rate': 4e-3,
         'interrupted_fraction': 0.1,
-        'error_rate': 0.3,
+        'error_rate': 0.4,
+        'clean_steps': 360,
       },
       'batch': {
         'prompts': 32,
@@ -92,8 +93,8 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
       },
       'length': {
         'interrupt': True,
-        'min_thinking_tokens': 38,
-        'max_thinking_tokens': 48,
+        'min_thinking_tokens': 36,
+        'max_thinking_tokens': 46,
         'answer_tokens': 4,
         'phrase': 'Stop.</think>',
       },

@@ -3,7 +3,8 @@
     python launch/run.py --config=configs/toy.py[:VARIANT] [--workdir=DIR]
         [--config.FIELD=VALUE ...] [--dry_run]
 
-Bad input ends with one line on stderr and exit code 2.
+Bad input ends with one line on stderr and exit code 2, a run that fails on the
+way with one line and exit code 1.
 """
 
 from collections.abc import Sequence
@@ -63,7 +64,11 @@ def main(argv: Sequence[str]) -> int:
     # Not before the config is known to be right: it imports everything.
     from scalerl_jax import build
 
-    print(build.run(run_config, workdir))
+    try:
+      print(build.run(run_config, workdir))
+    except build.RunError as error:
+      print(f'error: {_one_line(error)}', file=sys.stderr)
+      return 1
   except (_UsageError, config_lib.ConfigError, data.DataError) as error:
     print(f'error: {_one_line(error)}', file=sys.stderr)
     return 2

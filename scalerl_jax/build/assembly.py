@@ -33,6 +33,17 @@ from scalerl_jax.training import optimizer
 from scalerl_jax.training import state as state_lib
 from scalerl_jax.training import step as step_lib
 
+_FAILURES = (
+  OSError,
+  checkpointing.CheckpointError,
+  loop_lib.GeneratorError,
+  trainer_lib.TrainingDivergedError,
+)
+
+
+class RunError(RuntimeError):
+  """A run that had begun had to end; what it had checkpointed is kept."""
+
 
 def run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
   """Runs or resumes a run to its end.
@@ -47,10 +58,21 @@ def run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
   Raises:
     config_lib.ConfigError: The directory or the devices do not fit.
     data.DataError: The problem files cannot be used.
+    RunError: The disk, the generator or the optimization failed on the way.
   """
   if config.reporting.plots:
     _require_plots()
   workdir_lib.open_workdir(config, workdir)
+  try:
+    return _run(config, workdir)
+  except _FAILURES as error:
+    raise RunError(
+      f'{error} (what was checkpointed in {workdir} is kept, and the same'
+      ' command goes on from there)'
+    ) from error
+
+
+def _run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
   with contextlib.closing(
     recorder_lib.Recorder(workdir, config, decode=data.ByteTokenizer().decode)
   ) as recorder:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import itertools
 import logging
 import pathlib
 from typing import Any
@@ -95,7 +96,7 @@ def _batches(
   toy = config.data.toy
   rng = np.random.default_rng([config.seed, 1])
 
-  def example() -> warm_start.Example:
+  def example(error_rate: float) -> warm_start.Example:
     length = int(rng.integers(toy.min_operations, toy.max_operations + 1))
     chain = arithmetic.draw(
       rng, arithmetic.Split.WARM_START, num_operations=length
@@ -103,7 +104,7 @@ def _batches(
     is_cut = rng.random() < config.warm_start.interrupted_fraction
     phrase = config.length.phrase if is_cut else None
     texts = arithmetic.worked_solution(
-      rng, chain, phrase=phrase, error_rate=config.warm_start.error_rate
+      rng, chain, phrase=phrase, error_rate=error_rate
     )
     before, inserted, after = map(tokenizer.encode, texts)
     learned = [
@@ -117,6 +118,10 @@ def _batches(
   # Prompt, a line for each operation, the markers and the answer.
   longest = 2 * toy.max_operations + 2 + 6 * toy.max_operations + 4
   longest += len(tokenizer.encode(config.length.phrase))
-  while True:
-    examples = [example() for _ in range(config.warm_start.batch_size)]
+  for step in itertools.count():
+    has_errors = step >= config.warm_start.clean_steps
+    error_rate = config.warm_start.error_rate if has_errors else 0.0
+    examples = [
+      example(error_rate) for _ in range(config.warm_start.batch_size)
+    ]
     yield warm_start.make_batch(examples, row_tokens=2 * longest)

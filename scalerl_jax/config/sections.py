@@ -137,6 +137,8 @@ class WarmStartConfig:
     learning_rate: Peak rate, between a warm-up and a cosine decay.
     interrupted_fraction: Share of solutions that are cut off by the phrase.
     error_rate: Probability that a line of a solution has a wrong result.
+    clean_steps: Steps, from the first, whose solutions have no errors: facts
+      are learned faster without.
   """
 
   num_steps: int = 0
@@ -144,10 +146,11 @@ class WarmStartConfig:
   learning_rate: float = 1e-3
   interrupted_fraction: float = 0.0
   error_rate: float = 0.0
+  clean_steps: int = 0
 
   def __post_init__(self) -> None:
     """Checks the values; raises ValueError."""
-    checks.at_least(self, 0, 'num_steps')
+    checks.at_least(self, 0, 'num_steps', 'clean_steps')
     checks.at_least(self, 1, 'batch_size')
     checks.positive(self, 'learning_rate')
     for name in ('interrupted_fraction', 'error_rate'):

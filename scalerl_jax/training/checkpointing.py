@@ -24,6 +24,10 @@ _log = logging.getLogger(__name__)
 _ARRAY = '__array__'
 
 
+class CheckpointError(RuntimeError):
+  """A checkpoint could not be saved."""
+
+
 class Restored(NamedTuple):
   """A checkpoint that was read."""
 
@@ -62,6 +66,7 @@ class Checkpointer:
 
     Raises:
       TypeError: A value or array of `host` is of no type that can be stored.
+      CheckpointError: It could not be written; those before it stay.
     """
     arrays: list[np.ndarray] = []
     tree = _flatten(host, arrays)
@@ -69,17 +74,22 @@ class Checkpointer:
     # byte is there because Orbax stores no empty array.
     parts = [np.ascontiguousarray(a).tobytes() for a in arrays]
     stored = {'bytes': np.frombuffer(b''.join(parts) + b'\0', np.uint8)}
-    self._manager.save(
-      updates,
-      args=ocp.args.Composite(
-        train=ocp.args.StandardSave(train_state),
-        host=ocp.args.StandardSave(stored),
-        tree=ocp.args.JsonSave(
-          {'host': tree, 'checksum': _checksum(train_state, tree, arrays)}
-        ),
+    items = ocp.args.Composite(
+      train=ocp.args.StandardSave(train_state),
+      host=ocp.args.StandardSave(stored),
+      tree=ocp.args.JsonSave(
+        {'host': tree, 'checksum': _checksum(train_state, tree, arrays)}
       ),
-      force=True,
     )
+    try:
+      self._manager.save(updates, args=items, force=True)
+    except Exception as error:
+      # Orbax and tensorstore raise many kinds for a disk that is full.
+      reason = str(error).split('\n')[0][:200]
+      raise CheckpointError(
+        f'checkpoint {self._directory / str(updates)} could not be written:'
+        f' {reason}'
+      ) from error
 
   def restore(self, template: Any) -> Restored | None:
     """Restores the newest checkpoint that can be read.

@@ -24,9 +24,10 @@ def get_config(variant='scalerl'):
     'batch': {'prompts': 4, 'group_size': 4, 'max_tokens': 64},
     'engine': {'num_slots': 8},
     'length': {'interrupt': False},
-    'pipeline': {'max_lag': 2},
+    'pipeline': {'max_lag': 2, 'deadline_s': 60.0},
     'evaluation': {'every': 1, 'num_problems': 5},
     'checkpoint': {'every': 2},
+    'reporting': {'plots': True},
   })
 """
 
@@ -74,3 +75,20 @@ def test_bad_input_is_one_line(tmp_path, variant, args, message):
   assert done.stderr.startswith('error: ')
   assert message in done.stderr
   assert done.stderr.count('\n') == 1
+
+
+def test_a_run_that_fails_on_the_way_ends_in_one_line(tmp_path):
+  done = _run(
+    tmp_path,
+    '--config.pipeline.deadline_s=1e-9',
+    '--config.reporting.plots=False',
+    '--workdir=run',
+  )
+  assert done.returncode == 1
+  *_, last = done.stderr.splitlines()
+  assert last.startswith('error: update 0 waited 1e-09 s for a batch')
+  assert last.endswith(
+    '(what was checkpointed in run is kept, and the same'
+    ' command goes on from there)'
+  )
+  assert 'Traceback' not in done.stderr
