@@ -85,7 +85,7 @@ class Checkpointer:
       self._manager.save(updates, args=items, force=True)
     except Exception as error:
       # Orbax and tensorstore raise many kinds for a disk that is full.
-      reason = str(error).split('\n')[0][:200]
+      reason = str(error).split('\n')[0]
       raise CheckpointError(
         f'checkpoint {self._directory / str(updates)} could not be written:'
         f' {reason}'
