@@ -3,7 +3,7 @@
     python launch/run.py --config=configs/toy.py
 
 Hardware: a laptop CPU with two cores; about 8 minutes, warm start included.
-Expected: a pass rate from 0.2 to 0.85; docs/toy.md has the figures.
+Expected: a pass rate from 0.2 to about 0.85; docs/toy.md has the figures.
 
 Variants (`--config=configs/toy.py:NAME`): scalerl (default), grpo, dapo,
 magistral, minimax_m1, dr_grpo, gspo. They differ from one another in the
@@ -84,7 +84,7 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
         'num_microbatches': 16,
         'max_tokens': 128,
         'packed': True,
-        'truncated': 'mask',
+        'truncated': 'keep',
       },
       'engine': {
         'kind': 'jax',
