@@ -86,7 +86,6 @@ def _train(
       if i % _LOG_EVERY == 0:
         _log.info('warm start %d/%d: loss %.3f', i, steps, loss)
   # The generator is done with its state, so the last parameters stay valid.
-  _log.info('warm start ended at step %d: loss %.3f', i, loss)
   return params
 
 

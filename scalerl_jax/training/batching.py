@@ -60,7 +60,7 @@ def bucket(length: int, *, multiple: int, limit: int) -> int:
   """
   if length > limit:
     raise ValueError(f'a row of {length} tokens exceeds the limit of {limit}')
-  return min(-(-length // multiple) * multiple, limit)
+  return min(_round_up(length, multiple), limit)
 
 
 def assemble(
@@ -112,7 +112,7 @@ def assemble(
   )
   if num_rows is None:
     needed = 1 + max((row for row, _, _ in rows), default=0)
-    num_rows = -(-needed // row_multiple) * row_multiple
+    num_rows = _round_up(needed, row_multiple)
   R = len(rollouts) if packed else num_rows
   batch = _empty(num_rows, row_tokens, R, pad_id)
   for i, (prompt, request, rollout) in enumerate(rollouts):
@@ -122,6 +122,10 @@ def assemble(
     batch.rewards[i] = 0.0 if _is_unscored(rollout) else rollout.reward
     batch.valid[i] = _is_valid(rollout, truncated)
   return batch, _stats([r for _, _, r in rollouts], batch)
+
+
+def _round_up(count: int, multiple: int) -> int:
+  return -(-count // multiple) * multiple
 
 
 def _is_unscored(rollout: records.Rollout) -> bool:
