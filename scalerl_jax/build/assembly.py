@@ -56,7 +56,8 @@ def run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
     What happened, in one or two lines.
 
   Raises:
-    config_lib.ConfigError: The directory or the devices do not fit.
+    config_lib.ConfigError: The directory, its checkpoints or the devices do not
+      fit.
     data.DataError: The problem files cannot be used.
     RunError: The disk, the generator or the optimization failed on the way.
   """
@@ -65,6 +66,8 @@ def run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
   workdir_lib.open_workdir(config, workdir)
   try:
     return _run(config, workdir)
+  except checkpointing.UnusableCheckpointError as error:
+    raise config_lib.ConfigError(str(error)) from None
   except _FAILURES as error:
     raise RunError(
       f'{error} (what was checkpointed in {workdir} is kept, and the same'

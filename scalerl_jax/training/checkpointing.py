@@ -1,20 +1,22 @@
 """Checkpoints: all state of a run in one atomic directory.
 
-    checkpoints/<updates>/train   arrays of the TrainState (Orbax)
-    checkpoints/<updates>/host    arrays of the host state (Orbax)
-    checkpoints/<updates>/tree    all else of the host state, and a checksum
+    checkpoints/<updates>/train          arrays of the TrainState (Orbax)
+    checkpoints/<updates>/host           arrays of the host state (Orbax)
+    checkpoints/<updates>/tree           all else of the host state
+    checkpoints/<updates>/digests.json   SHA-256 of every file above
 
-A directory appears under its final name only when it is complete. A newest one
-that cannot be read is passed over, with a warning, for the one before.
+The digests are written last: a checkpoint without them was never finished, and
+one whose files differ from them is damaged. Either is passed over, with a
+warning, for the one before.
 """
 
+import hashlib
 import io
 import json
 import logging
 import math
 import pathlib
 from typing import Any, NamedTuple
-import zlib
 
 import jax
 import numpy as np
@@ -22,10 +24,15 @@ import orbax.checkpoint as ocp
 
 _log = logging.getLogger(__name__)
 _ARRAY = '__array__'
+_DIGESTS = 'digests.json'
 
 
 class CheckpointError(RuntimeError):
-  """A checkpoint could not be saved."""
+  """A checkpoint could not be written or read, though none is damaged."""
+
+
+class UnusableCheckpointError(ValueError):
+  """No checkpoint of a directory can be resumed from, now or later."""
 
 
 class Restored(NamedTuple):
@@ -47,10 +54,11 @@ class Checkpointer:
       keep: How many to keep, at least 1.
     """
     self._directory = directory
+    self._keep = keep
     self._manager = ocp.CheckpointManager(
       directory.absolute(),
       options=ocp.CheckpointManagerOptions(
-        max_to_keep=keep, enable_async_checkpointing=False
+        enable_async_checkpointing=False, cleanup_tmp_directories=True
       ),
     )
 
@@ -77,85 +85,136 @@ class Checkpointer:
     items = ocp.args.Composite(
       train=ocp.args.StandardSave(train_state),
       host=ocp.args.StandardSave(stored),
-      tree=ocp.args.JsonSave(
-        {'host': tree, 'checksum': _checksum(train_state, tree, arrays)}
-      ),
+      tree=ocp.args.JsonSave({'host': tree, 'form': _form(train_state)}),
     )
+    path = self._path(updates)
     try:
       self._manager.save(updates, args=items, force=True)
+      if jax.process_index() == 0:
+        (path / _DIGESTS).write_text(json.dumps(_digests(path)))
     except Exception as error:
       # Orbax and tensorstore raise many kinds for a disk that is full.
-      reason = str(error).split('\n')[0]
       raise CheckpointError(
-        f'checkpoint {self._directory / str(updates)} could not be written:'
-        f' {reason}'
+        f'checkpoint {path} could not be written: {_first_line(error)}'
       ) from error
+    # Not left to Orbax, which would delete before the digests are there.
+    self._delete(sorted(self._manager.all_steps())[: -self._keep])
 
   def restore(self, template: Any) -> Restored | None:
-    """Restores the newest checkpoint that can be read.
+    """Restores the newest checkpoint that is whole; deletes those after it.
 
     Args:
       template: Train state with the shapes, dtypes and shardings wanted.
 
     Returns:
-      The checkpoint; None where there is none at all.
+      The checkpoint; None where none was finished.
 
     Raises:
-      ValueError: There are checkpoints and none of them can be read.
+      UnusableCheckpointError: All checkpoints are damaged, or the newest whole
+        one holds a train state of another form than the template.
+      CheckpointError: A file could not be read, which may pass.
     """
-    steps = sorted(self._manager.all_steps(), reverse=True)
-    for i, updates in enumerate(steps):
+    passed: list[int] = []
+    for updates in sorted(self._manager.all_steps(), reverse=True):
+      path = self._path(updates)
       try:
-        restored = self._read(updates, template)
-      except Exception as error:
-        # Orbax and tensorstore raise many kinds for a damaged directory.
-        reason = str(error).split('\n')[0][:200]
-        path = self._directory / str(updates)
-        _log.warning(
-          'checkpoint %s cannot be read, trying the one before: %s',
-          path,
-          reason,
-        )
-        continue
-      for damaged in steps[:i]:  # Else their names could not be used again.
-        self._manager.delete(damaged)
-      return restored
-    if steps:
-      raise ValueError(
-        f'none of the checkpoints in {self._directory} can be read; start in'
-        ' a new --workdir'
+        damage = _damage(path)
+        if damage is None:
+          restored = self._read(updates, template)
+          self._delete(passed)  # Else their names could not be used again.
+          return restored
+      except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+          f'checkpoint {path} could not be read: {_first_line(error)}'
+        ) from error
+      _log.warning('checkpoint %s is passed over: %s', path, damage)
+      passed.append(updates)
+    if any((self._path(updates) / _DIGESTS).exists() for updates in passed):
+      raise UnusableCheckpointError(
+        f'all checkpoints in {self._directory} are damaged; start in a new'
+        ' --workdir'
       )
+    self._delete(passed)
     return None
 
   def close(self) -> None:
     """Waits for what is under way."""
     self._manager.close()
 
+  def _delete(self, steps: list[int]) -> None:
+    for updates in steps:
+      self._manager.delete(updates)
+
+  def _path(self, updates: int) -> pathlib.Path:
+    return self._directory / str(updates)
+
   def _read(self, updates: int, template: Any) -> Restored:
+    args = ocp.args.Composite(tree=ocp.args.JsonRestore())
+    tree = self._manager.restore(updates, args=args).tree
+    if tree['form'] != _form(template):
+      raise UnusableCheckpointError(
+        f'checkpoint {self._path(updates)} holds other arrays'
+        f' ({_first_difference(tree["form"], _form(template))}); start in a new'
+        ' --workdir'
+      )
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
     item = self._manager.restore(
       updates,
       args=ocp.args.Composite(
         train=ocp.args.StandardRestore(abstract),
         host=ocp.args.StandardRestore(),
-        tree=ocp.args.JsonRestore(),
       ),
     )
-    tree = item.tree
     stored = io.BytesIO(np.asarray(item.host['bytes']).tobytes())
-    arrays: list[np.ndarray] = []
-    host = _unflatten(tree['host'], stored, arrays)
-    checksum = _checksum(item.train, tree['host'], arrays)
-    if checksum != tree['checksum']:
-      raise ValueError('the checksum does not match: the files were damaged')
-    return Restored(updates, item.train, host)
+    return Restored(updates, item.train, _unflatten(tree['host'], stored))
 
 
-def _checksum(train_state: Any, tree: Any, arrays: list[np.ndarray]) -> int:
-  crc = zlib.crc32(json.dumps(tree).encode('utf-8'))
-  for leaf in [*jax.tree.leaves(train_state), *arrays]:
-    crc = zlib.crc32(np.ascontiguousarray(np.asarray(leaf)).tobytes(), crc)
-  return crc
+def _first_line(error: Exception) -> str:
+  return str(error).split('\n')[0]
+
+
+def _form(state: Any) -> dict[str, str]:
+  """Shape and dtype of every array of a state, by its path."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+  return {
+    jax.tree_util.keystr(path): f'{leaf.dtype}{list(leaf.shape)}'
+    for path, leaf in leaves
+  }
+
+
+def _first_difference(stored: dict[str, str], wanted: dict[str, str]) -> str:
+  path = next(k for k in {**wanted, **stored} if stored.get(k) != wanted.get(k))
+  return f'{path}: {stored.get(path)} stored, {wanted.get(path)} wanted'
+
+
+def _digests(directory: pathlib.Path) -> dict[str, str]:
+  """SHA-256 of every file, by its path below the directory."""
+  digests = {}
+  for path in sorted(p for p in directory.rglob('*') if p.is_file()):
+    if path.name != _DIGESTS:
+      with path.open('rb') as file:
+        digest = hashlib.file_digest(file, 'sha256').hexdigest()
+      digests[path.relative_to(directory).as_posix()] = digest
+  return digests
+
+
+def _damage(directory: pathlib.Path) -> str | None:
+  """What is wrong with the files of a checkpoint; None for nothing."""
+  try:
+    stored = json.loads((directory / _DIGESTS).read_text(encoding='utf-8'))
+  except FileNotFoundError:
+    return 'it was not finished'
+  except ValueError:
+    return f'{_DIGESTS} cannot be parsed'
+  found = _digests(directory)
+  return next(
+    (
+      f'{name} is missing or has changed'
+      for name, digest in stored.items()
+      if found.get(name) != digest
+    ),
+    None,
+  )
 
 
 def _flatten(value: Any, arrays: list[np.ndarray]) -> Any:
@@ -172,19 +231,19 @@ def _flatten(value: Any, arrays: list[np.ndarray]) -> Any:
     return {_ARRAY: dtype.str, 'shape': list(value.shape)}
   if isinstance(value, np.generic):
     return value.item()
+  if not isinstance(value, str | int | float | None):
+    raise TypeError(f'{value!r} in the host state is not serializable')
   return value
 
 
-def _unflatten(tree: Any, stored: io.BytesIO, arrays: list[np.ndarray]) -> Any:
+def _unflatten(tree: Any, stored: io.BytesIO) -> Any:
   """Inverts `_flatten`; arrays follow one another in the order of the tree."""
   if isinstance(tree, list):
-    return [_unflatten(v, stored, arrays) for v in tree]
+    return [_unflatten(v, stored) for v in tree]
   if not isinstance(tree, dict):
     return tree
   if _ARRAY not in tree:
-    return {k: _unflatten(v, stored, arrays) for k, v in tree.items()}
+    return {k: _unflatten(v, stored) for k, v in tree.items()}
   dtype, shape = np.dtype(tree[_ARRAY]), tuple(tree['shape'])
-  size = dtype.itemsize * math.prod(shape)
-  data = stored.read(size)
-  arrays.append(np.frombuffer(data, dtype).reshape(shape).copy())
-  return arrays[-1]
+  data = stored.read(dtype.itemsize * math.prod(shape))
+  return np.frombuffer(data, dtype).reshape(shape).copy()

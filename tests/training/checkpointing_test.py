@@ -1,4 +1,6 @@
 import contextlib
+import errno
+import hashlib
 import json
 import logging
 import math
@@ -16,9 +18,11 @@ from scalerl_jax.training import checkpointing
 
 
 def train_state(updates):
-  """One array: where one of several is damaged, Orbax abandons the others."""
   rng = np.random.default_rng(updates)
-  return {'w': jnp.asarray(rng.normal(size=(16, 100)), jnp.float32)}
+  return {
+    'w': jnp.asarray(rng.normal(size=(16, 100)), jnp.float32),
+    'b': [jnp.asarray(rng.normal(size=7), jnp.float32)],
+  }
 
 
 def host_state(updates):
@@ -217,7 +221,7 @@ def assert_falls_back(directory, caplog):
   """Asserts that 7 is passed over, loudly, and can be saved again."""
   with caplog.at_level(logging.WARNING, logger='scalerl_jax'):
     assert_is(restore(directory), 3)
-  expected = f'checkpoint {directory / "7"} cannot be read, trying the one'
+  expected = f'checkpoint {directory / "7"} is passed over: '
   assert sum(m.startswith(expected) for m in caplog.messages) == 1
   caplog.clear()
   save(directory, 7)
@@ -285,29 +289,67 @@ def test_where_all_are_damaged_none_is_deleted(directory, caplog):
   for updates in ('3', '7'):
     flip(largest(directory / updates, 'train'))
   with pytest.raises(
-    ValueError, match=f'none of the checkpoints in {directory} can be read'
+    checkpointing.UnusableCheckpointError,
+    match=f'all checkpoints in {directory} are damaged',
   ):
     restore(directory)
   assert len(caplog.messages) == 2
   assert names(directory) == ['3', '7']
 
 
+def test_a_checkpoint_that_was_never_finished_is_none(directory, caplog):
+  # Killed after the arrays and before the digests.
+  (directory / '7' / 'digests.json').unlink()
+  assert_falls_back(directory, caplog)
+  for updates in ('3', '7'):
+    (directory / updates / 'digests.json').unlink()
+  with caplog.at_level(logging.WARNING, logger='scalerl_jax'):
+    assert restore(directory) is None
+  assert len(caplog.messages) == 2
+  assert names(directory) == []
+
+
+@pytest.mark.parametrize('damage', [truncate, empty, flip])
+def test_damaged_digests_fall_back(directory, caplog, damage):
+  damage(directory / '7' / 'digests.json')
+  assert_falls_back(directory, caplog)
+
+
 @pytest.mark.parametrize(
-  'template',
+  ('changed', 'message'),
   [
-    {'w': jnp.zeros((16, 99))},
-    {'w': jnp.zeros((16, 100), jnp.bfloat16)},
-    {'more': jnp.zeros(3)},
+    ({'w': jnp.zeros((16, 99))}, r"\['w'\]: float32\[16, 100\] stored"),
+    ({'w': jnp.zeros((16, 100), jnp.bfloat16)}, r'bfloat16\[16, 100\] wanted'),
+    ({'more': jnp.zeros(3)}, r"\['more'\]: None stored"),
+    ({'b': []}, r"\['b'\]\[0\]: float32\[7\] stored, None wanted"),
   ],
-  ids=['shape', 'dtype', 'array'],
+  ids=['shape', 'dtype', 'more', 'fewer'],
 )
-def test_a_state_of_another_form_is_not_restored(directory, caplog, template):
+def test_a_state_of_another_form_is_refused(directory, changed, message):
   with (
     opened(directory) as checkpointer,
-    pytest.raises(ValueError, match='none of the checkpoints'),
+    pytest.raises(
+      checkpointing.UnusableCheckpointError,
+      match=f'{directory / "7"} holds.*{message}',
+    ),
   ):
-    checkpointer.restore(train_state(0) | template)
-  assert len(caplog.messages) == 2
+    checkpointer.restore(train_state(0) | changed)
+  assert_is(restore(directory), 7)
+
+
+def test_a_file_that_cannot_be_read_for_now_costs_nothing(
+  directory, monkeypatch
+):
+  def fail(*_):
+    raise OSError(errno.EIO, 'Input/output error')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(hashlib, 'file_digest', fail)
+    with pytest.raises(
+      checkpointing.CheckpointError,
+      match=f'{directory / "7"} could not be read: .*Input/output',
+    ):
+      restore(directory)
   assert_is(restore(directory), 7)
 
 
@@ -337,6 +379,8 @@ def file_size_limit(num_bytes):
 
 
 def test_a_failed_write_says_so_and_harms_no_other_checkpoint(directory):
+  # One array: where writing one of several fails, Orbax abandons the others.
+  state = {'w': train_state(9)['w']}
   with opened(directory) as checkpointer:
     with (
       file_size_limit(2000),
@@ -345,14 +389,15 @@ def test_a_failed_write_says_so_and_harms_no_other_checkpoint(directory):
         match=r'9 could not be written: .*File too large',
       ) as error,
     ):
-      checkpointer.save(9, train_state=train_state(9), host=host_state(9))
+      checkpointer.save(9, train_state=state, host=host_state(9))
     assert str(directory) in str(error.value)
     assert {'3', '7'} <= set(names(directory))
     assert '9' not in names(directory)
     assert_is(checkpointer.restore(train_state(0)), 7)
-    checkpointer.save(9, train_state=train_state(9), host=host_state(9))
+    checkpointer.save(9, train_state=state, host=host_state(9))
   assert names(directory) == ['7', '9']
-  assert_is(restore(directory), 9)
+  with opened(directory) as checkpointer:
+    assert same_bits(checkpointer.restore(state).train_state, state)
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
