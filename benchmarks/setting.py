@@ -1,29 +1,33 @@
 """What the benchmarks share: the toy's sizes, random work, paired timing."""
 
 from collections.abc import Callable
+import pathlib
+import runpy
 import statistics
 import time
 from typing import Any
 
 import jax
+import ml_collections
 import numpy as np
 
+from scalerl_jax import config as config_lib
 from scalerl_jax import length_control
-from scalerl_jax import models
 from scalerl_jax import records
 from scalerl_jax.generation import decode
 
-SPEC = models.ModelSpec(
-  vocab_size=260,
-  num_layers=2,
-  model_dim=128,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=32,
-  hidden_dim=256,
-)
 STOP_ID = 259
 PHRASE_IDS = (83, 258)
+
+
+def toy_config() -> ml_collections.ConfigDict:
+  """Returns the configuration of the toy run."""
+  path = pathlib.Path(__file__).parent.parent / 'configs' / 'toy.py'
+  return runpy.run_path(str(path))['get_config']()
+
+
+CONFIG = config_lib.from_config_dict(toy_config())
+SPEC = CONFIG.model.spec(vocab_size=260)
 
 
 def compare(

@@ -71,12 +71,12 @@ def get_config(variant: str = 'scalerl') -> ml_collections.ConfigDict:
         },
       },
       'warm_start': {
-        'num_steps': 600,
+        'num_steps': 800,
         'batch_size': 40,
         'learning_rate': 4e-3,
         'interrupted_fraction': 0.1,
         'error_rate': 0.4,
-        'clean_steps': 360,
+        'clean_steps': 480,
       },
       'batch': {
         'prompts': 32,

@@ -130,6 +130,10 @@ _PPO = {'pipeline.algorithm': 'ppo_off_policy'}
     ({'data.toy.num_eval': 0}, 'toy.num_eval=0'),
     ({'data.toy.num_eval': 10**6}, 'exceeds the 1440 distinct problems'),
     ({'warm_start.interrupted_fraction': 1.5}, 'must be in \\[0, 1\\]'),
+    (
+      {'warm_start.num_steps': 5, 'warm_start.clean_steps': 6},
+      'warm_start.clean_steps=6 must be at most num_steps=5',
+    ),
     # Recipes.
     ({'recipe': 'ppo'}, "recipe='ppo' must be one of"),
     ({'recipe_args': {'max_ratio': 0.5}}, 'max_ratio=0.5 .* at least 1'),

@@ -38,7 +38,12 @@ def config(**sections) -> config_lib.RunConfig:
       'learning_rate': 1e-2,
       'interrupted_fraction': 1.0,
     },
-    'batch': {'prompts': 2, 'group_size': 4, 'max_tokens': 32},
+    'batch': {
+      'prompts': 2,
+      'group_size': 4,
+      'max_tokens': 48,
+      'packed': True,
+    },
     'engine': {'num_slots': 8, 'steps_per_dispatch': 4},
     'length': {
       'interrupt': True,

@@ -156,6 +156,11 @@ class WarmStartConfig:
     for name in ('interrupted_fraction', 'error_rate'):
       if not 0 <= getattr(self, name) <= 1:
         raise ValueError(f'{name}={getattr(self, name)} must be in [0, 1]')
+    if self.num_steps and self.clean_steps > self.num_steps:
+      raise ValueError(
+        f'clean_steps={self.clean_steps} must be at most num_steps='
+        f'{self.num_steps}, of which they are the first'
+      )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,10 @@ class ModelSpec:
       value = getattr(self, field.name)
       if field.type is int and value < 1:
         raise ValueError(f'{field.name}={value} must be at least 1')
+    for name in ('rope_theta', 'norm_eps'):
+      value = getattr(self, name)
+      if not 0 < value < math.inf:
+        raise ValueError(f'{name}={value} must be positive and finite')
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f'num_heads={self.num_heads} must be a multiple of'

@@ -373,6 +373,15 @@ def test_l08_eight_devices_train_as_one(reference, workdir):
       assert eight[name] == pytest.approx(one[name], abs=1e-5)
 
 
+def test_a_rollout_per_row_trains_as_packed_rows(reference, workdir):
+  build.run(tiny.config(batch={'packed': False}), workdir)
+  metrics = tiny.rows(workdir, 'metrics')
+  for packed, row in zip(tiny.rows(reference, 'metrics'), metrics, strict=True):
+    assert packed['padding_fraction'] != row['padding_fraction']
+    for name in ('loss', 'grad_norm', 'policy_entropy', 'ratio_mean'):
+      assert row[name] == pytest.approx(packed[name], abs=1e-5)
+
+
 def test_ppo_off_policy_runs_in_phases(workdir):
   config = tiny.config(
     recipe='grpo',
