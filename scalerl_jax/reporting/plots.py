@@ -147,7 +147,8 @@ def series_figure(
   for label, points in lines.items():
     marker = 'o' if len(points) < 40 else ''
     axes.plot(*zip(*points, strict=True), marker=marker, ms=3, label=label)
-  if log:
+  # Matplotlib warns where a logarithmic axis would show nothing.
+  if log and any(y > 0 for points in lines.values() for _, y in points):
     axes.set_yscale('log', nonpositive='mask')
   axes.set_xlabel(x)
   axes.legend(fontsize=8)

@@ -207,6 +207,13 @@ def test_a_single_point_at_compute_zero_is_drawn(tmp_path):
   assert 'No fit yet' in report.write_report(tmp_path).read_text()
 
 
+def test_a_run_in_which_nothing_was_trained_on_is_drawn(workdir):
+  path = workdir / 'metrics.jsonl'
+  rows = [json.loads(line) for line in path.read_text().splitlines()]
+  _write_lines(path, [row | {'ratio_max': 0.0} for row in rows])
+  assert report.write_report(workdir).exists()
+
+
 def test_a_last_line_cut_short_is_left_out(workdir):
   with (workdir / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 60, "rew')
