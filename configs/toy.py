@@ -2,7 +2,7 @@
 
     python launch/run.py --config=configs/toy.py
 
-Hardware: a laptop CPU with two cores; about 7 minutes, warm start included.
+Hardware: a laptop CPU with two cores; about 8 minutes, warm start included.
 Expected: a pass rate from 0.2 to about 0.86; docs/toy.md has the figures.
 
 Variants (`--config=configs/toy.py:NAME`): scalerl (default), grpo, dapo,
