@@ -26,19 +26,18 @@ def main() -> None:
   """Prints seconds per update of both and their ratio."""
   with tempfile.TemporaryDirectory() as folder:
     root = pathlib.Path(folder)
-    ours = _seconds(root / 'pipeline', max_lag=8, lockstep_lead=2)
+    ours = _seconds(root / 'pipeline')
     reference = _seconds(root / 'synchronous', max_lag=0, lockstep_lead=0)
   print(f'pipeline_rl-8: {ours:.2f} s per update')
   print(f'synchronous: {reference:.2f} s per update')
   print(f'ratio: {reference / ours:.2f}')
 
 
-def _seconds(workdir, *, max_lag, lockstep_lead):
+def _seconds(workdir, **pipeline):
   config = setting.toy_config()
   config.num_updates = _UPDATES
   config.warm_start.num_steps = 0
-  config.pipeline.max_lag = max_lag
-  config.pipeline.lockstep_lead = lockstep_lead
+  config.pipeline.update(pipeline)
   config.evaluation.every = _UPDATES
   config.evaluation.num_problems = 1
   config.evaluation.samples_per_problem = 1

@@ -51,7 +51,6 @@ class ModelConfig:
 
   def __post_init__(self) -> None:
     """Checks every size and option; raises ValueError."""
-    checks.positive(self, 'rope_theta', 'norm_eps')
     self.spec(vocab_size=1)
 
   def spec(self, *, vocab_size: int) -> spec_lib.ModelSpec:
