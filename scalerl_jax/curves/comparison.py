@@ -10,6 +10,16 @@ from scalerl_jax.curves import fitting
 from scalerl_jax.curves import law
 
 
+class Slope(NamedTuple):
+  """A run in the coordinates in which the law is a straight line."""
+
+  b: float  # Its slope.
+  c_mid: float
+  log_compute: np.ndarray  # Natural logarithms.
+  log_f: np.ndarray
+  num_dropped: int  # Evaluations at or below R0, or at or above A.
+
+
 class Comparison(NamedTuple):
   """Runs in order of preference."""
 
@@ -65,6 +75,43 @@ def compare(
   return Comparison(tuple(ranking), tuple(reasons), crossings, unsure)
 
 
+def slopes(
+  fits: Mapping[str, fitting.SigmoidFit], *, a: float | None = None
+) -> dict[str, Slope]:
+  """Straightens runs around one ceiling, to compare their B.
+
+      log F = log [C_mid^B / ((A - R0) / (R - R0) - 1)] = B · log C
+
+  Each curve is refitted with the shared A. See "The Art of Scaling
+  Reinforcement Learning Compute for LLMs" (arXiv:2510.13786), Fig. 7.
+
+  Args:
+    fits: Name → fit; the same evaluation and unit of compute for all.
+    a: The ceiling; None: the mean of those of the fits.
+
+  Returns:
+    Name → points and slope.
+
+  Raises:
+    ValueError: No fit, or a ceiling that is not in (R0, 1] of every run.
+  """
+  if not fits:
+    raise ValueError('no fit was given')
+  shared = float(
+    np.mean([f.params.a for f in fits.values()]) if a is None else a
+  )
+  found = {}
+  for name, fit in fits.items():
+    p = fitting.refit(fit, a=shared)
+    x, y, _ = fit.points
+    kept = (x > 0) & (y > p.r0) & (y < shared)
+    odds = (shared - p.r0) / (y[kept] - p.r0) - 1
+    log_f = p.b * np.log(p.c_mid) - np.log(odds)
+    dropped = int(np.sum(~kept))
+    found[name] = Slope(p.b, p.c_mid, np.log(x[kept]), log_f, dropped)
+  return found
+
+
 def _groups(
   fits: Mapping[str, fitting.SigmoidFit], margin: float
 ) -> list[list[str]]:
@@ -111,4 +158,4 @@ def _crossing(
 
 
 def _value(p: law.SigmoidParams, log_c: np.ndarray) -> np.ndarray:
-  return p.r0 + (p.a - p.r0) * law.gained(np.exp(log_c), p)
+  return law.evaluate(np.exp(log_c), p)

@@ -1,8 +1,8 @@
 """Fitting of the law, in float64 whatever the caller's precision is.
 
-Many starts of a damped Gauss-Newton method run in one `vmap`; the best one
-wins. Points are padded to a multiple of 32 with weight 0, so that a curve that
-grows during a run does not compile again at each evaluation.
+Points are padded, so that a curve that grows during a run does not compile
+again at each evaluation, and evaluations beyond a few hundred are averaged with
+their neighbours before anything is drawn.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,40 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import special
 from scipy import stats
 
 from scalerl_jax.curves import law
+from scalerl_jax.curves import least_squares
+from scalerl_jax.curves import posterior
 
-METHODS = ('least_squares', 'paper_grid')
+METHODS = ('posterior', 'least_squares', 'paper_grid')
 LEVEL = 0.9  # Of the intervals.
 _PAD = 32
-_ITERATIONS = 60
+_MAX_POINTS = 512
 # A sigmoid in log compute bends at C_mid: before about 1.6 C_mid the ceiling
 # and the midpoint trade off against each other.
 _MIN_BEND = 1.6
+_MIN_BENT_CHANCE = 0.8
+_MAX_WIDTH = 0.25  # Of the interval of A.
 _MIN_POINTS = 5  # One more than the parameters.
+_GRID_MIDS = 400
+_OUTLIER = 3.0  # Standard deviations beyond which a residual counts linearly.
+_REWEIGHTINGS = 3
+
+
+class Grid(NamedTuple):
+  """The cells of `paper_grid`; the default is arXiv:2510.13786, A.5.
+
+  Its printed C_mid do not lie on the grid it describes, hence a finer one in
+  log compute, placed around the data where None is given.
+  """
+
+  a: tuple[float, ...] = tuple(np.linspace(0.45, 0.8, 71).tolist())
+  c_mid: tuple[float, ...] | None = None
+
+
+DEFAULT_GRID = Grid()
 
 
 class SigmoidFit(NamedTuple):
@@ -31,12 +53,14 @@ class SigmoidFit(NamedTuple):
 
   params: law.SigmoidParams
   intervals: law.SigmoidParams  # Of (low, high) pairs, level 0.9.
-  residual_std: float  # Corrected for the number of parameters.
+  residual_std: float  # Of an evaluation, corrected for the parameters.
   identifiable: bool  # False: the data cannot bound A.
   warnings: tuple[str, ...]  # In plain language.
-  covariance: np.ndarray  # Of (r0, a, log b, log c_mid).
+  draws: law.SigmoidParams  # Of arrays [draws]: curves that are as likely.
+  noise: np.ndarray  # [draws]: of a new evaluation around each of them.
+  autocorrelation: float  # Of neighbouring residuals.
+  method: str
   num_points: int
-  num_free: int
   max_compute: float
   points: tuple[np.ndarray, np.ndarray, np.ndarray]  # Compute, rate, weight.
 
@@ -48,29 +72,45 @@ def fit(
   r0: float | None = None,
   min_compute: float = 0.0,
   weights: Sequence[float] | np.ndarray | None = None,
-  method: str = 'least_squares',
+  method: str = 'posterior',
+  prior: posterior.Prior | None = posterior.DEFAULT_PRIOR,
+  grid: Grid = DEFAULT_GRID,
+  polish: bool = False,
 ) -> SigmoidFit:
   """Fits the law to evaluations of one run.
 
-      min Σᵢ wᵢ · (R(Cᵢ) - yᵢ)²   over A in [R0, 1], B > 0, C_mid > 0 (and R0)
+  `posterior`, the default, takes the mode of the posterior under weak priors
+  (`Prior` has the reasons) with noise that is correlated from one evaluation to
+  the next, has the variance of a binomial, R(1 - R), and outliers whose weight
+  falls with their distance. Its intervals are quantiles of draws. The priors
+  move A by about `∂ log p/∂A` times its variance, so by nothing as the noise
+  vanishes.
+
+  `least_squares` is Σᵢ wᵢ (R(Cᵢ) - yᵢ)² over A in [R0, 1], B and C_mid, and R0
+  where it is None. `paper_grid` searches A and C_mid on a grid, B by least
+  squares in each cell, as arXiv:2510.13786, A.5. Both have the intervals of the
+  linearised problem, for independent noise.
 
   Args:
     compute: C of each evaluation, not negative, any order.
     pass_rate: y of each evaluation, a fraction in [0, 1].
     r0: Pass rate at zero compute; None: fitted too.
-    min_compute: Evaluations with less compute are left out.
-    weights: wᵢ, not negative; None: all 1.
-    method: `least_squares`, or `paper_grid`: A and C_mid on the grid of
-      arXiv:2510.13786, A.5 (C_mid log-spaced over the data), B by least
-      squares in each cell. The grid needs `r0`.
+    min_compute: Evaluations with less compute are left out; `window_start`
+      proposes a value.
+    weights: wᵢ, inverse variances up to a factor, not negative; None: those of
+      a binomial for `posterior`, else 1.
+    method: `posterior`, `least_squares` or `paper_grid`, which needs `r0`.
+    prior: Of `posterior`; None: flat in A, log B and log C_mid.
+    grid: Of `paper_grid`.
+    polish: Go on from the best cell of the grid by least squares.
 
   Returns:
-    The fit. Data that cannot determine the curve gives `identifiable=False`
-    and warnings that say why.
+    The fit. Data that cannot determine the curve give `identifiable=False` and
+    warnings that say why.
 
   Raises:
     ValueError: Shapes that differ, values that are not finite or out of range,
-      an unknown method, or fewer than 2 points left.
+      an unknown method, or no point left.
   """
   x, y, w = checked(compute, pass_rate, weights, min_compute)
   if method not in METHODS:
@@ -79,24 +119,47 @@ def fit(
     raise ValueError(f'r0={r0} must be in [0, 1)')
   if method == 'paper_grid' and r0 is None:
     raise ValueError('paper_grid needs r0, the pass rate at zero compute')
-  scale = float(np.exp(np.mean(np.log(x[x > 0])))) if (x > 0).any() else 1.0
-  pad = -len(x) % _PAD
-  padded = [np.pad(v, (0, pad)) for v in (x / scale, y, w)]
+  scale = scale_of(x)
   free_r0 = r0 is None
-  start_r0 = float(y[np.argmin(x)]) if r0 is None else r0
   with jax.enable_x64(True):
-    args = [jnp.asarray(v, jnp.float64) for v in padded]
+    pts = padded(x / scale, y, w)
+    start = jnp.asarray(min(float(y[0]), 0.99) if r0 is None else r0)
     if method == 'paper_grid':
-      theta = _grid_search(*args, jnp.float64(start_r0))
+      found = _on_grid(pts, start, grid, scale, polish)
     else:
-      theta = _multi_start(*args, jnp.float64(start_r0), free_r0=free_r0)
-    jacobian = np.asarray(_jacobian(theta, args[0]))[: len(x)]
-    theta = np.asarray(theta)
-  return _summarize(theta, jacobian, x, y, w, scale, free_r0)
+      found, _ = least_squares.solve(pts, start, free_r0=free_r0)
+    if method == 'posterior':
+      few = padded(*_averaged(x / scale, y, w))
+      found, few = _reweighted(
+        found, few, free_r0=free_r0, binomial=weights is None
+      )
+      theta, draws, noise, rho = posterior.sample(
+        found, few, free_r0=free_r0, prior=prior
+      )
+    else:
+      theta = np.asarray(found)
+      draws, noise = _linearised(theta, x / scale, y, w, free_r0)
+      rho = 0.0
+  result = SigmoidFit(
+    params=_params(theta, scale, float),
+    intervals=_intervals(draws, scale),
+    residual_std=_residual_std(theta, x / scale, y, w, 3 + free_r0),
+    identifiable=True,
+    warnings=(),
+    draws=_params(draws.T, scale, np.asarray),
+    noise=noise,
+    autocorrelation=rho,
+    method=method,
+    num_points=len(x),
+    max_compute=float(x.max()),
+    points=(x, y, w),
+  )
+  warnings = _warnings(result)
+  return result._replace(identifiable=not warnings, warnings=warnings)
 
 
 def refit(result: SigmoidFit, *, a: float) -> law.SigmoidParams:
-  """Refits B and C_mid with the ceiling held.
+  """Refits B and C_mid by least squares with the ceiling held.
 
   Args:
     result: A fit; its R0 and its points are kept.
@@ -112,16 +175,13 @@ def refit(result: SigmoidFit, *, a: float) -> law.SigmoidParams:
   if not p.r0 < a <= 1:
     raise ValueError(f'a={a} must be in (r0, 1] = ({p.r0}, 1]')
   x, y, w = result.points
-  pad = -len(x) % _PAD
   with jax.enable_x64(True):
-    theta = _held_descent(
+    theta, _ = least_squares.descend(
       jnp.array([p.r0, a, np.log(p.b), 0.0]),
-      *(jnp.asarray(np.pad(v, (0, pad))) for v in (x / p.c_mid, y, w)),
+      padded(x / p.c_mid, y, w),
+      jnp.array([False, False, True, True]),
     )
-  log_b, log_c = np.asarray(theta)[2:]
-  return law.SigmoidParams(
-    p.r0, a, float(np.exp(log_b)), float(np.exp(log_c)) * p.c_mid
-  )
+    return _params(np.asarray(theta), p.c_mid, float)
 
 
 def as_dict(result: SigmoidFit) -> dict[str, Any]:
@@ -145,123 +205,45 @@ def as_dict(result: SigmoidFit) -> dict[str, Any]:
     },
     'level': LEVEL,
     'residual_std': finite(result.residual_std),
+    'autocorrelation': finite(result.autocorrelation),
     'identifiable': result.identifiable,
     'warnings': list(result.warnings),
+    'method': result.method,
     'num_points': result.num_points,
     'max_compute': result.max_compute,
   }
 
 
-def model(theta: jax.Array, x: jax.Array) -> jax.Array:
-  """The law in the coordinates of the fit.
+def scale_of(x: np.ndarray) -> float:
+  """The unit in which a fit works.
 
   Args:
-    theta: (r0, a, log b, log c_mid).
     x: Compute.
 
   Returns:
-    Pass rate.
+    Geometric mean of what is positive.
   """
-  params = (theta[0], theta[1], jnp.exp(theta[2]), jnp.exp(theta[3]))
-  return law.sigmoid(x, law.SigmoidParams._make(params))
+  positive = x[x > 0]
+  return float(np.exp(np.mean(np.log(positive)))) if len(positive) else 1.0
 
 
-_jacobian = jax.jit(jax.jacfwd(model))
+def padded(x: np.ndarray, y: np.ndarray, w: np.ndarray) -> least_squares.Points:
+  """Pads evaluations to a multiple of 32.
 
+  Args:
+    x: Compute in the unit of the fit.
+    y: Pass rate.
+    w: Weight.
 
-@functools.partial(jax.jit, static_argnames='free_r0')
-def _multi_start(
-  x: jax.Array, y: jax.Array, w: jax.Array, r0: jax.Array, *, free_r0: bool
-) -> jax.Array:
-  positive = (x > 0) & (w > 0)
-  low = jnp.log(jnp.min(jnp.where(positive, x, jnp.inf)))
-  high = jnp.log(jnp.max(jnp.where(positive, x, 0.0)))
-  log_c = low + (high - low) * jnp.linspace(-0.2, 1.4, 9)
-  log_b = jnp.log(jnp.array([0.7, 1.4, 2.8, 5.6]))
-  starts_b, starts_c = (g.reshape(-1) for g in jnp.meshgrid(log_b, log_c))
-
-  def start(b: jax.Array, c: jax.Array) -> jax.Array:
-    gained = model(jnp.array([0.0, 1.0, b, c]), x)
-    rise = jnp.sum(w * gained * (y - r0)) / jnp.maximum(
-      jnp.sum(w * gained**2), 1e-12
-    )
-    return jnp.array([r0, jnp.clip(r0 + rise, r0 + 1e-3, 1.0), b, c])
-
-  free = jnp.array([1.0 if free_r0 else 0.0, 1.0, 1.0, 1.0])
-  starts = jax.vmap(start)(starts_b, starts_c)
-  solve = functools.partial(_descend, x=x, y=y, w=w, free=free)
-  thetas, losses = jax.vmap(solve)(starts)
-  return thetas[jnp.argmin(jnp.where(jnp.isfinite(losses), losses, jnp.inf))]
-
-
-@jax.jit
-def _grid_search(
-  x: jax.Array, y: jax.Array, w: jax.Array, r0: jax.Array
-) -> jax.Array:
-  positive = (x > 0) & (w > 0)
-  low = jnp.log(jnp.min(jnp.where(positive, x, jnp.inf)) / 4)
-  high = jnp.log(jnp.max(jnp.where(positive, x, 0.0)) * 4)
-  a_grid = jnp.linspace(0.45, 0.8, 71)
-  c_grid = jnp.linspace(low, high, 200)
-  free = jnp.array([0.0, 0.0, 1.0, 0.0])
-
-  def cell(a: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
-    start = jnp.array([r0, a, jnp.log(1.5), c])
-    return _descend(start, x=x, y=y, w=w, free=free, iterations=20)
-
-  thetas, losses = jax.vmap(jax.vmap(cell, (None, 0)), (0, None))(
-    a_grid, c_grid
+  Returns:
+    Arrays of the precision that is set.
+  """
+  with np.errstate(divide='ignore'):
+    log_c = np.maximum(np.log(x), -1e30)
+  pad = -len(x) % _PAD
+  return least_squares.Points(
+    *(jnp.asarray(np.pad(v, (0, pad))) for v in (log_c, y, w))
   )
-  losses = jnp.where(jnp.isfinite(losses), losses, jnp.inf).reshape(-1)
-  return thetas.reshape(-1, 4)[jnp.argmin(losses)]
-
-
-@jax.jit
-def _held_descent(
-  theta: jax.Array, x: jax.Array, y: jax.Array, w: jax.Array
-) -> jax.Array:
-  free = jnp.array([0.0, 0.0, 1.0, 1.0])
-  return _descend(theta, x=x, y=y, w=w, free=free)[0]
-
-
-def _descend(
-  theta: jax.Array,
-  *,
-  x: jax.Array,
-  y: jax.Array,
-  w: jax.Array,
-  free: jax.Array,
-  iterations: int = _ITERATIONS,
-) -> tuple[jax.Array, jax.Array]:
-  """Levenberg-Marquardt with Marquardt's scaling, inside the bounds."""
-
-  def loss_of(theta: jax.Array) -> jax.Array:
-    return jnp.sum(w * (model(theta, x) - y) ** 2)
-
-  def project(theta: jax.Array) -> jax.Array:
-    r0 = jnp.where(free[0] > 0, jnp.clip(theta[0], 0.0, 0.999), theta[0])
-    a = jnp.where(free[1] > 0, jnp.clip(theta[1], r0, 1.0), theta[1])
-    b = jnp.clip(theta[2], jnp.log(0.05), jnp.log(50.0))
-    return jnp.stack([r0, a, b, jnp.clip(theta[3], -30.0, 30.0)])
-
-  def body(_: jax.Array, carry: Any) -> Any:
-    theta, loss, damping = carry
-    jacobian = jax.jacfwd(model)(theta, x) * free[None, :]
-    residual = model(theta, x) - y
-    normal = jacobian.T @ (w[:, None] * jacobian)
-    gradient = jacobian.T @ (w * residual)
-    diagonal = jnp.maximum(jnp.diag(normal), 1e-12)
-    matrix = normal + jnp.diag(damping * diagonal + (1 - free))
-    proposal = project(theta - jnp.linalg.solve(matrix, gradient))
-    new_loss = loss_of(proposal)
-    better = new_loss <= loss
-    theta = jnp.where(better, proposal, theta)
-    damping = jnp.clip(jnp.where(better, damping / 5, damping * 4), 1e-12, 1e8)
-    return theta, jnp.where(better, new_loss, loss), damping
-
-  carry = (theta, loss_of(theta), jnp.asarray(1e-2, theta.dtype))
-  theta, loss, _ = jax.lax.fori_loop(0, iterations, body, carry)
-  return theta, loss
 
 
 def checked(
@@ -276,7 +258,8 @@ def checked(
     min_compute: As for `fit`.
 
   Returns:
-    Compute, pass rate and weight of the points that are left, as float64.
+    Compute, pass rate and weight of the points that are left, as float64, in
+    the order of compute.
 
   Raises:
     ValueError: As for `fit`.
@@ -299,93 +282,162 @@ def checked(
       f'pass_rate={y.max()} must be a fraction in [0, 1]; divide percent by 100'
     )
   kept = (x >= min_compute) & (w > 0)
-  if kept.sum() < 2:
+  if not kept.any():
     raise ValueError(
-      f'{kept.sum()} points have compute >= min_compute={min_compute} and a'
-      ' positive weight; at least 2 are needed'
+      f'no point has compute >= min_compute={min_compute} and a positive weight'
     )
-  return x[kept], y[kept], w[kept]
+  if not (x[kept] > 0).any():
+    raise ValueError('compute is 0 in every point: nothing was trained')
+  order = np.argsort(x[kept], kind='stable')
+  return x[kept][order], y[kept][order], w[kept][order]
 
 
-def _summarize(
+def _averaged(
+  x: np.ndarray, y: np.ndarray, w: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Joins neighbours where there are more points than a posterior needs."""
+  if len(x) <= _MAX_POINTS:
+    return x, y, w
+  edges = np.linspace(0, len(x), _MAX_POINTS + 1).astype(int)[:-1]
+  total = np.add.reduceat(w, edges)
+  means = [np.add.reduceat(w * v, edges) / total for v in (x, y)]
+  return means[0], means[1], total
+
+
+def _on_grid(
+  pts: least_squares.Points,
+  r0: jax.Array,
+  grid: Grid,
+  scale: float,
+  polish: bool,
+) -> jax.Array:
+  a = np.asarray(grid.a, np.float64)
+  a = a[(a > float(r0)) & (a <= 1)]
+  if not len(a):
+    raise ValueError(f'grid.a={grid.a} must hold a ceiling in (r0={r0}, 1]')
+  if grid.c_mid is None:
+    low, high = (float(v) for v in least_squares.log_range(pts))
+    log_c = np.linspace(low - np.log(4), high + np.log(4), _GRID_MIDS)
+  elif not grid.c_mid or not min(grid.c_mid) > 0:
+    raise ValueError(f'grid.c_mid={grid.c_mid} must hold positive compute')
+  else:
+    log_c = np.log(np.asarray(grid.c_mid, np.float64) / scale)
+  theta = least_squares.solve_grid(pts, r0, jnp.asarray(a), jnp.asarray(log_c))
+  if polish:
+    free = jnp.array([False, True, True, True])
+    theta, _ = least_squares.descend(theta, pts, free)
+  return theta
+
+
+@functools.partial(jax.jit, static_argnames=('free_r0', 'binomial'))
+def _reweighted(
+  theta: jax.Array, pts: least_squares.Points, *, free_r0: bool, binomial: bool
+) -> tuple[jax.Array, least_squares.Points]:
+  """Weights by the variance at the curve and by the size of the residual."""
+  free = jnp.array([free_r0, True, True, True])
+  real = pts.weight > 0
+  num = jnp.sum(real)
+
+  def step(_: Any, carry: tuple) -> tuple:
+    theta, _ = carry
+    rate = least_squares.model(theta, pts.log_c)
+    weight = pts.weight
+    if binomial:
+      # At a rate of 0 or 1 a binomial would be exact; an evaluation is not.
+      variance = jnp.clip(rate * (1 - rate), 0.02, 1.0)
+      mean = jnp.sum(jnp.where(real, variance, 0.0)) / num
+      weight = weight * mean / variance
+    size = jnp.abs(rate - pts.y) * jnp.sqrt(weight)
+    median = jnp.nanmedian(jnp.where(real, size, jnp.nan))
+    limit = _OUTLIER * (1.4826 * median + 1e-9)
+    weight = weight * jnp.minimum(1.0, limit / jnp.maximum(size, 1e-12))
+    new = pts._replace(weight=jnp.where(real, weight, 0.0))
+    return least_squares.descend(theta, new, free)[0], new
+
+  return jax.lax.fori_loop(0, _REWEIGHTINGS, step, (theta, pts))
+
+
+def _linearised(
   theta: np.ndarray,
-  jacobian: np.ndarray,
   x: np.ndarray,
   y: np.ndarray,
   w: np.ndarray,
-  scale: float,
   free_r0: bool,
-) -> SigmoidFit:
-  r0, a, log_b, log_c = (float(t) for t in theta)
-  log_c += np.log(scale)
-  params = law.SigmoidParams(r0, a, float(np.exp(log_b)), float(np.exp(log_c)))
+) -> tuple[np.ndarray, np.ndarray]:
+  """Draws from a Student-t with the covariance of the linearised problem."""
+  p = _params(theta, 1.0, float)
+  log_ratio = np.log(np.maximum(x / p.c_mid, 1e-300))
+  gained = special.expit(p.b * log_ratio)
+  slope = (p.a - p.r0) * gained * (1 - gained) * p.b
+  rows = np.stack([1 - gained, gained, slope * log_ratio, -slope])
   free = [0, 1, 2, 3] if free_r0 else [1, 2, 3]
-  n, k = len(x), len(free)
-  predicted = r0 + (a - r0) * law.gained(x, params)
-  sum_squares = float(np.sum(w * (predicted - y) ** 2))
-  dof = n - k
-  variance = sum_squares / dof if dof > 0 else np.nan
-  normal = jacobian[:, free].T @ (w[:, None] * jacobian[:, free])
-  covariance = np.zeros((4, 4))
-  conditioned = np.linalg.cond(normal) < 1e14 and dof > 0
-  block = (
-    np.linalg.inv(normal) * variance if conditioned else np.full((k, k), np.inf)
-  )
-  covariance[np.ix_(free, free)] = block
-  t = float(stats.t.ppf(0.5 + LEVEL / 2, dof)) if dof > 0 else np.inf
-  half = [
-    0.0 if i not in free else t * float(np.sqrt(max(covariance[i, i], 0.0)))
-    for i in range(4)
-  ]
-  intervals = law.SigmoidParams._make(
-    (
-      (max(r0 - half[0], 0.0), min(r0 + half[0], 1.0)),
-      (max(a - half[1], 0.0), min(a + half[1], 1.0)),
-      _log_interval(log_b, half[2]),
-      _log_interval(log_c, half[3]),
-    )
-  )
-  warnings = _warnings(params, half[1], x, y)
-  return SigmoidFit(
-    params=params,
-    intervals=intervals,
-    residual_std=float(np.sqrt(variance)),
-    identifiable=not warnings,
-    warnings=warnings,
-    covariance=covariance,
-    num_points=n,
-    num_free=k,
-    max_compute=float(x.max()),
-    points=(x, y, w),
-  )
+  dof = len(x) - len(free)
+  normal = (rows[free] * w) @ rows[free].T
+  num = posterior.NUM_DRAWS
+  draws = np.tile(theta, (num, 1))
+  if dof <= 0 or not np.linalg.cond(normal) < 1e14:
+    return draws * np.nan, np.full(num, np.nan)
+  residual = p.r0 + (p.a - p.r0) * gained - y
+  size = (len(free) + 2, num)
+  plain = posterior.normals(*size)
+  chi = posterior.chi_squares(*size, len(free), float(dof))
+  sigma = np.sqrt(np.sum(w * residual**2) / chi)
+  root = np.linalg.cholesky(np.linalg.inv(normal))
+  draws[:, free] += sigma[:, None] * (plain[:, : len(free)] @ root.T)
+  draws[:, :2] = np.clip(draws[:, :2], 0.0, 1.0)
+  return draws, sigma * plain[:, -1]
 
 
-def _log_interval(log_value: float, half: float) -> tuple[float, float]:
+def _params(theta: np.ndarray, scale: float, kind: Any) -> law.SigmoidParams:
+  r0, a, log_b, log_c = theta
   with np.errstate(over='ignore'):
-    return float(np.exp(log_value - half)), float(np.exp(log_value + half))
+    values = (r0, a, np.exp(log_b), np.exp(log_c) * scale)
+  return law.SigmoidParams._make(kind(v) for v in values)
 
 
-def _warnings(
-  params: law.SigmoidParams,
-  half_width: float,
-  x: np.ndarray,
-  y: np.ndarray,
-) -> tuple[str, ...]:
+def _intervals(draws: np.ndarray, scale: float) -> law.SigmoidParams:
+  if not np.isfinite(draws).all():
+    whole, positive = (0.0, 1.0), (0.0, np.inf)
+    return law.SigmoidParams._make((whole, whole, positive, positive))
+  tails = [0.5 - LEVEL / 2, 0.5 + LEVEL / 2]
+  bounds = np.quantile(draws, tails, axis=0)
+  low, high = (_params(b, scale, float) for b in bounds)
+  return law.SigmoidParams._make(zip(low, high, strict=True))
+
+
+def _residual_std(
+  theta: np.ndarray, x: np.ndarray, y: np.ndarray, w: np.ndarray, num_free: int
+) -> float:
+  p = _params(theta, 1.0, float)
+  residual = law.evaluate(x, p) - y
+  dof = len(x) - num_free
+  return float(np.sqrt(np.sum(w * residual**2) / dof)) if dof > 0 else np.nan
+
+
+def _warnings(result: SigmoidFit) -> tuple[str, ...]:
+  x, y, _ = result.points
   if len(x) < _MIN_POINTS:
     return (f'{len(x)} evaluations are too few to fit this curve',)
   if np.ptp(y) == 0:
     return ('the pass rate did not change',)
-  rank = stats.spearmanr(x, y).statistic if np.ptp(x) > 0 else 0.0
-  if rank <= 0:
+  ranks = np.stack([stats.rankdata(x), stats.rankdata(y)])
+  if np.ptp(x) == 0 or np.cov(ranks)[0, 1] <= 0:
     return ('the pass rate does not rise with compute',)
   found = []
-  reached = float(x.max()) / params.c_mid
-  if reached < _MIN_BEND:
+  reached = result.max_compute / result.params.c_mid
+  # Draws that are not finite are no reason to believe in a bend.
+  bent = np.mean(result.max_compute > _MIN_BEND * result.draws.c_mid)
+  if bent < _MIN_BENT_CHANCE:
     found.append(
-      f'the curve has not bent yet: compute so far is {reached:.2g} x C_mid'
+      f'the curve has not bent yet: compute so far is {reached:.2g} x C_mid,'
+      f' and beyond {_MIN_BEND} x C_mid with probability {bent:.2f} only'
     )
-  if params.a >= 1.0:
+  if result.params.a >= 1.0:
     found.append('the fitted ceiling is at its bound of 1')
-  if not half_width < 0.25:
-    found.append('the interval of A is wider than 0.5')
+  low, high = result.intervals.a
+  if not high - low < _MAX_WIDTH:
+    found.append(
+      f'the data do not bound A: its {LEVEL:.0%} interval is'
+      f' {low:.2f} to {high:.2f}'
+    )
   return tuple(found)

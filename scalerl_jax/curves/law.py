@@ -4,7 +4,7 @@ See "The Art of Scaling Reinforcement Learning Compute for LLMs"
 (arXiv:2510.13786), Eq. 1.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from scipy import special
 
 
 class SigmoidParams(NamedTuple):
-  """Parameters of the law."""
+  """Parameters of the law: floats, or arrays of one shape."""
 
-  r0: float  # Pass rate at zero compute.
-  a: float  # Ceiling, A.
-  b: float  # Steepness, B > 0.
-  c_mid: float  # Compute at which half of A - R0 is gained.
+  r0: Any  # Pass rate at zero compute.
+  a: Any  # Ceiling, A.
+  b: Any  # Steepness, B > 0.
+  c_mid: Any  # Compute at which half of A - R0 is gained.
 
 
 def sigmoid(compute: jax.typing.ArrayLike, params: SigmoidParams) -> jax.Array:
@@ -42,16 +42,36 @@ def sigmoid(compute: jax.typing.ArrayLike, params: SigmoidParams) -> jax.Array:
   return params.r0 + (params.a - params.r0) * gained
 
 
-def gained(compute: np.ndarray, params: SigmoidParams) -> np.ndarray:
-  """Evaluates the gained fraction of A - R0 on the host, in float64.
+def evaluate(compute: np.ndarray, params: SigmoidParams) -> np.ndarray:
+  """Evaluates the law on the host, in float64.
 
   Args:
     compute: C, not negative.
-    params: The parameters, scalars.
+    params: The parameters, scalars or arrays that broadcast.
 
   Returns:
-    1 / (1 + (C_mid / C)^B), in [0, 1].
+    Pass rate at each compute.
   """
   with np.errstate(divide='ignore'):
     log_c = np.log(compute)
-  return special.expit(params.b * (log_c - np.log(params.c_mid)))
+  gained = special.expit(params.b * (log_c - np.log(params.c_mid)))
+  return params.r0 + (params.a - params.r0) * gained
+
+
+def compute_at(
+  fraction: float, params: SigmoidParams
+) -> np.ndarray | np.floating:
+  """Inverts the law.
+
+      C = C_mid · (f / (1 - f))^(1/B)
+
+  Args:
+    fraction: f, the gained part of A - R0, in (0, 1).
+    params: The parameters, scalars or arrays.
+
+  Returns:
+    Compute.
+  """
+  with np.errstate(over='ignore'):
+    odds = fraction / (1 - fraction)
+    return params.c_mid * np.exp(np.log(odds) / np.asarray(params.b))

@@ -77,8 +77,9 @@ def test_runs_that_are_not_identifiable_are_named():
 
 
 def test_runs_that_do_not_rise_come_last_within_the_margin():
-  flat = curves.fit(_X, np.full(len(_X), 0.6), r0=None)
-  falling = curves.fit(_X, np.linspace(0.62, 0.58, len(_X)), r0=0.62)
+  plain = {'method': 'least_squares'}
+  flat = curves.fit(_X, np.full(len(_X), 0.6), r0=None, **plain)
+  falling = curves.fit(_X, np.linspace(0.62, 0.58, len(_X)), r0=0.62, **plain)
   rising = _fit(0.6, 1.5, 1e3)
   got = curves.compare({'flat': flat, 'falling': falling, 'rising': rising})
   assert got.ranking.index('rising') < got.ranking.index('flat')
@@ -95,3 +96,29 @@ def test_malformed_margin_is_refused(margin):
 def test_a_single_run_is_refused():
   with pytest.raises(ValueError, match='at least 2'):
     curves.compare({'p': _fit(0.7, 1.5, 1e3)})
+
+
+def test_slopes_are_straight_lines_of_slope_b():
+  fits = {'p': _fit(0.6, 1.2, 3e3), 'q': _fit(0.6, 2.0, 2e3)}
+  got = curves.slopes(fits)
+  for name, b, c_mid in (('p', 1.2, 3e3), ('q', 2.0, 2e3)):
+    line = got[name]
+    assert line.b == pytest.approx(b, rel=1e-5)
+    assert line.c_mid == pytest.approx(c_mid, rel=1e-5)
+    slopes = np.diff(line.log_f) / np.diff(line.log_compute)
+    np.testing.assert_allclose(slopes, b, rtol=1e-2)
+    assert line.num_dropped == 0
+
+
+def test_slopes_count_what_has_no_logarithm():
+  got = curves.slopes({'p': _fit(0.6, 1.2, 3e3)}, a=0.58)['p']
+  y = paper_data.law(_X, 0.2, 0.6, 1.2, 3e3)
+  assert got.num_dropped == np.sum(y >= 0.58) > 0
+  assert len(got.log_f) == len(_X) - got.num_dropped
+
+
+def test_slopes_need_a_ceiling_above_every_start():
+  with pytest.raises(ValueError, match='a=0.1'):
+    curves.slopes({'p': _fit(0.6, 1.2, 3e3)}, a=0.1)
+  with pytest.raises(ValueError, match='no fit'):
+    curves.slopes({})

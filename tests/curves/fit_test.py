@@ -34,11 +34,51 @@ def test_law_has_finite_gradients_at_zero():
 
 @pytest.mark.parametrize('truth', _TRUTHS)
 @pytest.mark.parametrize('free_r0', [False, True])
-def test_exact_points_give_back_the_parameters(truth, free_r0):
+@pytest.mark.parametrize('method', ['posterior', 'least_squares'])
+def test_exact_points_give_back_the_parameters(truth, free_r0, method):
   y = paper_data.law(_X, *truth)
-  got = curves.fit(_X, y, r0=None if free_r0 else truth[0])
-  np.testing.assert_allclose(got.params, truth, rtol=1e-5)
+  got = curves.fit(_X, y, r0=None if free_r0 else truth[0], method=method)
+  np.testing.assert_allclose(got.params, truth, rtol=1e-6)
   assert got.residual_std < 1e-8
+
+
+_EXACT = {
+  'posterior': {'method': 'posterior', 'prior': None},
+  'least_squares': {'method': 'least_squares'},
+  'paper_grid': {
+    'method': 'paper_grid',
+    'grid': curves.Grid(a=tuple(np.linspace(0.4, 1.0, 13)), c_mid=None),
+    'polish': True,
+  },
+}
+
+
+@pytest.mark.parametrize('name', _EXACT)
+def test_a_thousand_random_curves_are_found_exactly(name):
+  rng = np.random.default_rng(5)
+  num = 100 if name == 'paper_grid' else 1000
+  for _ in range(num):
+    r0, a = rng.uniform(0.0, 0.35), rng.uniform(0.4, 0.98)
+    b, c_mid = np.exp(rng.uniform(np.log(0.8), np.log(4))), 1e3
+    x = np.linspace(0.0, rng.uniform(1.6, 6.0) * c_mid, 40)[1:]
+    truth = (r0, a, b, c_mid)
+    got = curves.fit(x, paper_data.law(x, *truth), r0=r0, **_EXACT[name])
+    np.testing.assert_allclose(got.params, truth, rtol=1e-6)
+
+
+def test_pull_of_the_prior_vanishes_with_the_noise():
+  """The shift of A falls as its variance, a hundredfold per decade."""
+  rng = np.random.default_rng(6)
+  y, noise = paper_data.law(_X, *_TRUTHS[0]), rng.standard_normal(len(_X))
+  shifts = []
+  for size in (1e-2, 1e-3, 1e-4):
+    with_prior, without = (
+      curves.fit(_X, y + size * noise, r0=0.2, **kwargs).params.a
+      for kwargs in ({}, {'prior': None})
+    )
+    shifts.append(abs(with_prior - without))
+  assert shifts[0] < 0.01
+  np.testing.assert_allclose(np.divide(shifts[:-1], shifts[1:]), 100, rtol=0.5)
 
 
 @pytest.mark.parametrize('series', _SERIES)
@@ -55,7 +95,7 @@ def test_least_squares_agrees_with_scipy(series):
     ftol=1e-12,
     xtol=1e-12,
   )
-  got = curves.fit(x, y, r0=r0, min_compute=1500.0)
+  got = curves.fit(x, y, r0=r0, min_compute=1500.0, method='least_squares')
   loss = np.sum((paper_data.law(x[kept], *got.params) - y[kept]) ** 2)
   best = np.sum((paper_data.law(x[kept], r0, *expected) - y[kept]) ** 2)
   assert loss <= best * (1 + 1e-6)
@@ -75,9 +115,98 @@ def test_paper_grid_gives_the_printed_parameters():
 def test_paper_grid_is_close_to_least_squares():
   x, y = paper_data.points('recipe_scalerl')
   grid = curves.fit(x, y, r0=0.4001, min_compute=1500.0, method='paper_grid')
-  free = curves.fit(x, y, r0=0.4001, min_compute=1500.0)
+  free = curves.fit(x, y, r0=0.4001, min_compute=1500.0, method='least_squares')
   assert grid.params.a == pytest.approx(free.params.a, abs=0.005)
   assert grid.residual_std <= free.residual_std * 1.1
+
+
+def test_paper_grid_is_the_best_cell_of_a_slow_search():
+  x, y = paper_data.points('recipe_minimax')
+  a_grid, c_grid = (0.55, 0.6, 0.62, 0.7), (2e3, 4e3, 4.5e3, 9e3)
+  best = min(
+    (
+      optimize.minimize_scalar(
+        lambda b, a=a, c=c: np.sum(
+          (paper_data.law(x, 0.398, a, b, c) - y) ** 2
+        ),
+        bounds=(0.2, 10.0),
+        options={'xatol': 1e-10},
+        method='bounded',
+      ).fun,
+      a,
+      c,
+    )
+    for a in a_grid
+    for c in c_grid
+  )
+  grid = curves.Grid(a=a_grid, c_mid=c_grid)
+  got = curves.fit(x, y, r0=0.398, method='paper_grid', grid=grid)
+  assert (got.params.a, round(got.params.c_mid)) == best[1:]
+  loss = np.sum((paper_data.law(x, *got.params) - y) ** 2)
+  assert loss == pytest.approx(best[0], rel=1e-6)
+
+
+def test_posterior_agrees_with_brute_force():
+  """Quantiles and mode against sums over a fine grid, written independently."""
+  rng = np.random.default_rng(3)
+  x = np.linspace(500.0, 8e3, 24)
+  y = paper_data.law(x, 0.3, 0.6, 1.7, 2.5e3) + 0.01 * rng.standard_normal(24)
+  got = curves.fit(x, y, r0=0.3, weights=np.ones(24))
+  a = np.linspace(0.45, 0.98, 107)
+  b = np.exp(np.linspace(np.log(0.4), np.log(6.0), 90))
+  c = np.geomspace(800.0, 4e4, 150)
+  a_, b_, c_ = np.meshgrid(a, b, c, indexing='ij')
+  e = (paper_data.law(x, 0.3, a_[..., None], b_[..., None], c_[..., None])) - y
+  total, beside = np.sum(e * e, -1), np.sum(e[..., 1:] * e[..., :-1], -1)
+  inner = np.sum(e[..., 1:-1] ** 2, -1)
+  likelihood = np.zeros_like(a_)
+  reference = np.min(total)
+  for rho, chance in zip((0, 0.2, 0.4, 0.6, 0.8), (4, 2, 1, 1, 1), strict=True):
+    rest = 1 - rho**2
+    quadratic = (total + rho**2 * inner - 2 * rho * beside) / rest
+    likelihood += chance * rest**-11.5 * (quadratic / reference) ** -12.0
+  u = (a_ - 0.3) / 0.7
+  density = likelihood * u**-0.5 * (1 - u)
+  density *= np.exp(-0.5 * (np.log(b_ / 2) / 0.5) ** 2)
+  density *= np.exp(-0.5 * (np.log(c_ / 8e3) / 3) ** 2)
+  for values, axes, interval in (
+    (a, (1, 2), got.intervals.a),
+    (b, (0, 2), got.intervals.b),
+    (c, (0, 1), got.intervals.c_mid),
+  ):
+    cumulative = np.cumsum(density.sum(axes))
+    expected = np.interp([0.05, 0.95], cumulative / cumulative[-1], values)
+    np.testing.assert_allclose(interval, expected, rtol=0.02)
+  # The mode is that of log B, log C_mid and logit u.
+  best = np.argmax(density * u * (1 - u))
+  mode = [v.ravel()[best] for v in (a_, b_, c_)]
+  np.testing.assert_allclose(got.params[1:], mode, rtol=0.03)
+
+
+def test_autocorrelated_noise_is_noticed_and_widens_the_intervals():
+  rng = np.random.default_rng(4)
+  white = rng.standard_normal(len(_X))
+  red = np.zeros(len(_X))
+  for i in range(len(_X)):
+    red[i] = 0.7 * red[max(i - 1, 0)] + np.sqrt(1 - 0.49) * white[i]
+  y = paper_data.law(_X, 0.3, 0.7, 1.5, 2e3)
+  found = [
+    curves.fit(_X, y + 0.01 * noise / noise.std(), r0=0.3)
+    for noise in (white, red)
+  ]
+  assert found[0].autocorrelation < 0.25
+  assert found[1].autocorrelation > 0.45
+  assert np.ptp(found[1].intervals.a) > 1.2 * np.ptp(found[0].intervals.a)
+
+
+def test_one_broken_evaluation_hardly_moves_the_curve():
+  rng = np.random.default_rng(7)
+  y = paper_data.law(_X, 0.3, 0.7, 1.5, 2e3) + 0.005 * rng.standard_normal(40)
+  broken = y.copy()
+  broken[30] = 0.2
+  good, robust = (curves.fit(_X, v, r0=0.3).params.a for v in (y, broken))
+  plain = curves.fit(_X, broken, r0=0.3, method='least_squares').params.a
+  assert abs(robust - good) < 0.005 < abs(plain - good)
 
 
 def test_intervals_cover_the_truth_at_their_level():
@@ -96,13 +225,72 @@ def test_bootstrap_agrees_with_the_delta_method():
   rng = np.random.default_rng(1)
   y = paper_data.law(_X, 0.3, 0.7, 1.5, 2e3)
   y += 0.01 * rng.standard_normal(len(_X))
-  result = curves.fit(_X, y, r0=0.3)
+  result = curves.fit(_X, y, r0=0.3, method='least_squares')
   key = jax.random.key(0)
-  got = curves.bootstrap(_X, y, key=key, num_resamples=100, r0=0.3)
-  again = curves.bootstrap(_X, y, key=key, num_resamples=100, r0=0.3)
+  got = curves.bootstrap(_X, y, key=key, r0=0.3)
+  again = curves.bootstrap(_X, y, key=key, r0=0.3)
   assert got.intervals == again.intervals
   widths = [np.ptp(f.a) for f in (got.intervals, result.intervals)]
   assert widths[0] == pytest.approx(widths[1], rel=0.3)
+  at = np.array([5e4])
+  drawn = curves.forecast(got.fit, at)
+  assert drawn.mean == curves.forecast(result, at).mean
+  expected = np.quantile(curves.sigmoid(5e4, got.params), [0.05, 0.95])
+  np.testing.assert_allclose((drawn.low[0], drawn.high[0]), expected, rtol=1e-5)
+
+
+def test_bootstrap_refits_are_those_of_scipy():
+  rng = np.random.default_rng(2)
+  y = paper_data.law(_X, 0.3, 0.7, 1.5, 2e3)
+  y += 0.01 * rng.standard_normal(len(_X))
+  got = curves.bootstrap(_X, y, key=jax.random.key(1), r0=0.3)
+  base = curves.fit(_X, y, r0=0.3, method='least_squares').params
+  predicted = paper_data.law(_X, *base)
+  residual = (y - predicted - np.mean(y - predicted)) * np.sqrt(40 / 37)
+  drawn = np.asarray(jax.random.randint(jax.random.key(1), (1000, 40), 0, 40))
+  for i in range(3):
+    expected, _ = optimize.curve_fit(
+      lambda c, a, b, c_mid: paper_data.law(c, 0.3, a, b, c_mid),
+      _X,
+      predicted + residual[drawn[i]],
+      p0=base[1:],
+      xtol=1e-12,
+      ftol=1e-12,
+    )
+    found = [v[i] for v in got.params[1:]]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_blocks_widen_the_intervals_of_autocorrelated_evaluations():
+  rng = np.random.default_rng(8)
+  noise = np.convolve(rng.standard_normal(len(_X) + 4), np.ones(5) / 5, 'valid')
+  y = paper_data.law(_X, 0.3, 0.7, 1.5, 2e3) + 0.02 * noise
+  widths = [
+    np.ptp(
+      curves.bootstrap(
+        _X, y, key=jax.random.key(0), r0=0.3, block_size=size
+      ).intervals.a
+    )
+    for size in (1, None, 8)
+  ]
+  assert widths[1] > 1.2 * widths[0]
+  assert widths[2] > 1.2 * widths[0]
+
+
+@pytest.mark.parametrize(
+  ('changed', 'message'),
+  [
+    ({'num_resamples': 3}, 'num_resamples=3'),
+    ({'block_size': 0}, 'block_size=0'),
+    ({'block_size': 41}, 'block_size=41'),
+    ({'level': 1.0}, 'level=1.0'),
+    ({'min_compute': 7e4}, '3 points'),
+  ],
+)
+def test_malformed_bootstrap_is_refused(changed, message):
+  y = paper_data.law(_X, 0.3, 0.7, 1.5, 2e3)
+  with pytest.raises(ValueError, match=message):
+    curves.bootstrap(_X, y, key=jax.random.key(0), r0=0.3, **changed)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +311,36 @@ def test_data_that_cannot_determine_a_curve_is_said_so(
   assert not got.identifiable
   assert any(warning in w for w in got.warnings)
   json.dumps(curves.as_dict(got), allow_nan=False)
+
+
+@pytest.mark.parametrize('method', ['posterior', 'least_squares'])
+@pytest.mark.parametrize('num', [1, 2])
+def test_one_or_two_points_give_a_result_that_says_so(method, num):
+  got = curves.fit([1.0, 2.0][:num], [0.1, 0.2][:num], r0=0.05, method=method)
+  assert not got.identifiable
+  assert got.warnings == (f'{num} evaluations are too few to fit this curve',)
+  json.dumps(curves.as_dict(got), allow_nan=False)
+
+
+def test_a_hundred_thousand_points_are_fitted():
+  rng = np.random.default_rng(9)
+  x = np.sort(rng.uniform(0.0, 1e4, 100_000))
+  y = paper_data.law(x, 0.3, 0.7, 1.5, 2e3) + 0.05 * rng.standard_normal(len(x))
+  got = curves.fit(x, np.clip(y, 0, 1), r0=0.3)
+  assert got.params.a == pytest.approx(0.7, abs=0.005)
+  low, high = got.intervals.a
+  assert low < 0.7 < high
+  assert high - low < 0.02
+  assert got.residual_std == pytest.approx(0.05, rel=0.02)
+
+
+def test_reason_says_how_far_the_curve_has_come():
+  rng = np.random.default_rng(10)
+  x = np.linspace(50.0, 800.0, 30)
+  y = paper_data.law(x, 0.3, 0.7, 1.5, 2e3) + 0.005 * rng.standard_normal(30)
+  got = curves.fit(x, y, r0=0.3)
+  reached = 800.0 / got.params.c_mid
+  assert f'compute so far is {reached:.2g} x C_mid' in got.warnings[0]
 
 
 def test_half_of_a_curve_is_not_identifiable():
@@ -150,6 +368,15 @@ def test_exactly_four_points_are_too_few_even_without_noise():
     ({'weights': [1.0, 2.0]}, 'weights'),
     ({'weights': [1.0, 1.0, -1.0]}, 'weights=-1.0'),
     ({'min_compute': 100.0}, 'min_compute=100.0'),
+    ({'compute': [0.0, 0.0, 0.0]}, 'compute is 0'),
+    (
+      {'method': 'paper_grid', 'r0': 0.9},
+      'grid.a',
+    ),
+    (
+      {'method': 'paper_grid', 'r0': 0.1, 'grid': curves.Grid(c_mid=(0.0,))},
+      'grid.c_mid',
+    ),
     ({'r0': 1.5}, 'r0=1.5'),
     ({'method': 'guess'}, "method='guess'"),
     ({'method': 'paper_grid'}, 'needs r0'),
@@ -183,8 +410,10 @@ def test_weight_two_is_the_same_as_a_repeated_point():
   x, y = paper_data.points('recipe_scalerl')
   weights = np.ones(len(x))
   weights[3] = 2
-  got = curves.fit(x, y, r0=0.4, weights=weights)
-  twice = curves.fit(np.append(x, x[3]), np.append(y, y[3]), r0=0.4)
+  got = curves.fit(x, y, r0=0.4, weights=weights, method='least_squares')
+  twice = curves.fit(
+    np.append(x, x[3]), np.append(y, y[3]), r0=0.4, method='least_squares'
+  )
   np.testing.assert_allclose(got.params, twice.params, rtol=1e-5)
 
 

@@ -48,11 +48,11 @@ def test_forecast_beyond_the_data_covers_the_truth():
   assert abs(covered - 0.9) < 0.09  # Three standard errors.
 
 
-def _held_out(series, of='curve'):
+def _held_out(series, of='curve', **fit_args):
   x, y = paper_data.points(series, split='fit')
   beyond, expected = paper_data.points(series, split='held_out')
   r0 = paper_data.params()[series]['r0']
-  result = curves.fit(x, y, r0=r0, min_compute=1500.0)
+  result = curves.fit(x, y, r0=r0, min_compute=1500.0, **fit_args)
   return curves.forecast(result, beyond, of=of), expected
 
 
@@ -73,27 +73,43 @@ def test_paper_runs_are_forecast_from_their_fitted_range(series):
   np.testing.assert_allclose(got.mean, expected, atol=_HELD_OUT[series])
 
 
-def test_intervals_are_too_narrow_for_paper_runs_as_documented():
-  covered = []
+def _scores(**fit_args):
+  errors, covered = [], []
   for series in _HELD_OUT:
-    got, expected = _held_out(series, 'observation')
+    got, expected = _held_out(series, 'observation', **fit_args)
+    errors.append(np.sqrt(np.mean((got.mean - expected) ** 2)))
     covered += list((got.low <= expected) & (expected <= got.high))
-  assert (sum(covered), len(covered)) == (34, 47)
+  return np.mean(errors), np.mean(covered)
 
 
-def test_forecast_without_covariance_is_the_whole_range():
-  result = curves.fit([1.0, 2.0, 3.0], [0.1, 0.2, 0.3])
-  got = curves.forecast(result, [10.0])
-  assert (got.low[0], got.high[0]) == (0.0, 1.0)
+def test_default_forecasts_paper_runs_better_than_the_others():
+  error, coverage = _scores()
+  assert 0.8 <= coverage <= 0.98
+  assert error < _scores(method='least_squares')[0]
+  assert error < _scores(method='paper_grid')[0]
 
 
-@pytest.mark.parametrize(
-  ('args', 'message'),
-  [({'level': 1.0}, 'level=1.0'), ({'of': 'mean'}, "of='mean'")],
-)
-def test_malformed_arguments_are_refused(args, message):
-  with pytest.raises(ValueError, match=message):
-    curves.forecast(_noisy_fit(), [1.0], **args)
+@pytest.mark.parametrize('method', ['posterior', 'least_squares'])
+def test_forecast_from_too_few_points_is_wide(method):
+  result = curves.fit([1.0, 2.0, 3.0], [0.1, 0.2, 0.3], method=method)
+  got = curves.forecast(result, [100.0])
+  assert got.low[0] <= got.mean[0] <= got.high[0]
+  assert got.high[0] - got.low[0] > 0.4
+
+
+def test_milestones_are_where_the_curve_has_gained_their_part():
+  result = _noisy_fit()
+  p = result.params
+  for found in curves.milestones(result, fractions=(0.5, 0.9, 0.99)):
+    rate = paper_data.law(found.compute, *p)
+    assert (rate - p.r0) / (p.a - p.r0) == pytest.approx(found.fraction)
+    truth = 2e3 * (found.fraction / (1 - found.fraction)) ** (1 / 1.5)
+    assert found.low < truth < found.high
+
+
+def test_malformed_fraction_is_refused():
+  with pytest.raises(ValueError, match=r'fractions=\(1.0,\)'):
+    curves.milestones(_noisy_fit(), fractions=(1.0,))
 
 
 def test_verdict_continues_to_a_target_within_reach():
@@ -119,3 +135,31 @@ def test_verdict_waits_for_data():
 def test_nothing_is_gained_without_budget_left():
   got = curves.verdict(_noisy_fit(), target=0.65, budget=1e3)
   assert got.gain_per_compute == 0.0
+
+
+def test_verdict_knows_compute_and_cost_of_the_target():
+  result = _noisy_fit()
+  got = curves.verdict(result, target=0.65, budget=1e5, price=2.0)
+  rate = paper_data.law(got.compute_to_target, *result.params)
+  assert rate == pytest.approx(0.65)
+  assert got.cost == pytest.approx(2.0 * (1e5 - 2e4))
+  assert got.gain_per_cost == pytest.approx(got.gain_per_compute / 2.0)
+  assert (
+    curves.verdict(result, target=0.9, budget=1e5).compute_to_target is None
+  )
+  assert curves.verdict(result, target=0.1, budget=1e5).compute_to_target == 0.0
+
+
+@pytest.mark.parametrize(
+  ('changed', 'message'),
+  [
+    ({'target': 65.0}, 'target=65.0'),
+    ({'budget': 0.0}, 'budget=0.0'),
+    ({'budget': float('inf')}, 'budget=inf'),
+    ({'price': -1.0}, 'price=-1.0'),
+  ],
+)
+def test_malformed_verdict_is_refused(changed, message):
+  args = {'target': 0.5, 'budget': 1e5, **changed}
+  with pytest.raises(ValueError, match=message):
+    curves.verdict(_noisy_fit(), **args)
