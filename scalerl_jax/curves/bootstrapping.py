@@ -91,7 +91,7 @@ def bootstrap(
   with jax.enable_x64(True):
     points = fitting.padded(x / scale, y, np.ones(n))
     pad = np.zeros((num_resamples, len(points.y) - n))
-    thetas = np.asarray(
+    thetas = np.array(
       _refits(
         jnp.array([p.r0, p.a, np.log(p.b), np.log(p.c_mid / scale)]),
         points,

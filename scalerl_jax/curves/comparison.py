@@ -132,12 +132,17 @@ def _by_steepness(
   if len(group) == 1:
     return group
   shared = float(np.mean([fits[n].params.a for n in group]))
-  # A run whose start is above the shared ceiling has not risen: it is last.
-  steepness = {
-    n: fitting.refit(fits[n], a=shared).b if shared > fits[n].params.r0 else 0.0
-    for n in group
-  }
-  return sorted(group, key=lambda n: -steepness[n])
+
+  def steepness(name: str) -> float:
+    fit = fits[name]
+    x, *_ = fit.points
+    first, last = law.evaluate(x[[0, -1]], fit.params)
+    # A run that has not risen, or starts above the shared ceiling, is last.
+    if last - first < 1e-6 or fit.params.r0 >= shared:
+      return 0.0
+    return fitting.refit(fit, a=shared).b
+
+  return sorted(group, key=lambda n: -steepness(n))
 
 
 def _crossing(

@@ -94,13 +94,15 @@ def fit(
   Args:
     compute: C of each evaluation, not negative, any order.
     pass_rate: y of each evaluation, a fraction in [0, 1].
-    r0: Pass rate at zero compute; None: fitted too.
+    r0: Pass rate at zero compute as measured; `posterior` moves it within the
+      error of a measurement, the other methods hold it. None: fitted freely.
     min_compute: Evaluations with less compute are left out; `window_start`
       proposes a value.
     weights: wᵢ, inverse variances up to a factor, not negative; None: those of
       a binomial for `posterior`, else 1.
     method: `posterior`, `least_squares` or `paper_grid`, which needs `r0`.
-    prior: Of `posterior`; None: flat in A, log B and log C_mid.
+    prior: Of `posterior`; None: flat in A, log B and log C_mid, and R0
+      is held.
     grid: Of `paper_grid`.
     polish: Go on from the best cell of the grid by least squares.
 
@@ -134,8 +136,10 @@ def fit(
         found, few, free_r0=free_r0, binomial=weights is None
       )
       theta, draws, noise, rho = posterior.sample(
-        found, few, free_r0=free_r0, prior=prior
+        found, few, r0=r0, prior=prior
       )
+      if len(x) < _MIN_POINTS:  # A posterior without width is no posterior.
+        draws, noise = draws * np.nan, noise * np.nan
     else:
       theta = np.asarray(found)
       draws, noise = _linearised(theta, x / scale, y, w, free_r0)

@@ -23,26 +23,32 @@ from scalerl_jax.curves import least_squares
 
 NUM_DRAWS = 2048
 _DOF = 5.0  # Of the proposal: tails heavier than the posterior's.
-_RHO = (0.0, 0.2, 0.4, 0.6, 0.8)
-_RHO_PRIOR = (4.0, 2.0, 1.0, 1.0, 1.0)
+# Evaluations of a run are correlated. Without negative values independent ones
+# would seem so too, as half of all samples of them are.
+_RHO = (-0.2, 0.0, 0.2, 0.4, 0.6, 0.8)
+_RHO_PRIOR = (2.0, 2.0, 2.0, 1.0, 1.0, 1.0)
 _STEPS = 60
 _TOLERANCE = 1e-10
 _SIGMA_FLOOR = 1e-9  # Noise-free data have a posterior too.
 _MAX_STEP = 2.0
+_MIN_START = 1e-3  # Of R0, which has a logit.
 _MIN_CURVATURE = 0.02  # Where the data say nothing the proposal is wide.
 
 
 class Prior(NamedTuple):
   """Weak priors; each has its reason.
 
-      u = (A - R0) / (1 - R0) ~ Beta(α, β),   log B ~ N,   log C_mid ~ N
+      u = (A - R0) / (1 - R0) ~ Beta(α, β),   log B ~ N,   log C_mid ~ N,
+      R0 ~ N around what was measured
 
   Half of the published ceilings of arXiv:2510.13786 (its tables and figure
   legends) gained less than 0.3 of the headroom, and none was 1; Beta(1/2, 2)
   has mean 0.2 and a standard deviation of 0.21, thrice theirs. Of 45 published
   B the geometric mean is 2.2, the median 2.05 and the standard deviation of the
   log 0.36. C_mid is centred on the largest compute and left free over decades:
-  a run is planned to see its midpoint.
+  a run is planned to see its midpoint. A measured R0 has the standard error of
+  an evaluation on a thousand problems, and the first epoch does not follow the
+  law; an `r0_std` of 0 holds it.
   """
 
   gain_alpha: float = 0.5
@@ -50,6 +56,7 @@ class Prior(NamedTuple):
   log_b_mean: float = math.log(2.0)
   log_b_std: float = 0.5
   log_c_mid_std: float = 3.0
+  r0_std: float = 0.015
 
 
 DEFAULT_PRIOR = Prior()
@@ -76,53 +83,55 @@ def _from_theta(theta: jax.Array, *, free_r0: bool) -> jax.Array:
   u = jnp.clip((a - r0) / (1 - r0), 1e-3, 0.98)
   z = [jnp.log(u) - jnp.log1p(-u), log_b, log_mid]
   if free_r0:
-    r0 = jnp.clip(r0, 1e-3, 0.999)
+    r0 = jnp.clip(r0, _MIN_START, 1 - _MIN_START)
     z.append(jnp.log(r0) - jnp.log1p(-r0))
   return jnp.stack(z)
 
 
 class _PriorTerms(NamedTuple):
-  """Of z: a Beta of each logit, a normal of each log; precision 0 is flat."""
+  """Of z: a Beta of each logit and a normal of each; precision 0 is flat."""
 
-  shapes: jax.Array  # [2]: α and β.
-  means: jax.Array  # [2]: of log B and log C_mid.
-  precisions: jax.Array  # [2].
+  shapes: jax.Array  # [2, 2]: α and β of u and of R0.
+  means: jax.Array  # [4].
+  precisions: jax.Array  # [4].
 
 
-def _prior_terms(prior: Prior | None, log_max: float) -> _PriorTerms:
-  if prior is None:
-    return _PriorTerms(jnp.ones(2), jnp.zeros(2), jnp.zeros(2))
-  stds = np.array([prior.log_b_std, prior.log_c_mid_std])
-  return _PriorTerms(
-    jnp.asarray([prior.gain_alpha, prior.gain_beta]),
-    jnp.asarray([prior.log_b_mean, log_max]),
-    jnp.asarray(1 / stds**2),
-  )
+def _prior_terms(
+  prior: Prior | None, log_max: float, r0: float | None
+) -> _PriorTerms:
+  shapes, means, stds = np.ones((2, 2)), np.zeros(4), np.full(4, np.inf)
+  if prior is not None:
+    shapes[0] = prior.gain_alpha, prior.gain_beta
+    means[1:3] = prior.log_b_mean, log_max
+    stds[1:3] = prior.log_b_std, prior.log_c_mid_std
+    if r0 is not None and prior.r0_std:
+      shapes[1] = 0.0
+      start = np.clip(r0, _MIN_START, 1 - _MIN_START)
+      means[3] = special.logit(start)
+      stds[3] = prior.r0_std / (start * (1 - start))
+  return _PriorTerms(*(jnp.asarray(v) for v in (shapes, means, stds**-2)))
 
 
 def _log_prior(z: jax.Array, terms: _PriorTerms) -> jax.Array:
   """Up to a constant, with the derivative of the logits."""
-  beta = jnp.stack([jax.nn.log_sigmoid(z[0]), jax.nn.log_sigmoid(-z[0])])
-  value = jnp.sum(terms.shapes * beta)
-  value -= 0.5 * jnp.sum(terms.precisions * (z[1:3] - terms.means) ** 2)
-  if len(z) == 4:  # R0 is uniform.
-    value += jax.nn.log_sigmoid(z[3]) + jax.nn.log_sigmoid(-z[3])
-  return value
+  logits = z[::3]  # Of u and, where it is a coordinate, of R0.
+  logs = jnp.stack([jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)], 1)
+  value = jnp.sum(terms.shapes[: len(logits)] * logs)
+  away = z - terms.means[: len(z)]
+  return value - 0.5 * jnp.sum(terms.precisions[: len(z)] * away**2)
 
 
 def _prior_derivatives(
   z: jax.Array, terms: _PriorTerms
 ) -> tuple[jax.Array, jax.Array]:
   """Gradient and the diagonal of the Hessian, which has nothing else."""
-  total = jnp.array([jnp.sum(terms.shapes), 2.0])[: len(z) - 2]
-  first = jnp.array([terms.shapes[0], 1.0])[: len(z) - 2]
-  rate = jax.nn.sigmoid(z[jnp.array([0, 3])[: len(z) - 2]])
-  slope, bend = first - total * rate, -total * rate * (1 - rate)
-  logs = -terms.precisions * (z[1:3] - terms.means)
-  return (
-    jnp.concatenate([slope[:1], logs, slope[1:]]),
-    jnp.concatenate([bend[:1], -terms.precisions, bend[1:]]),
-  )
+  rate = jax.nn.sigmoid(z[::3])
+  shapes = terms.shapes[: len(rate)]
+  total = jnp.sum(shapes, 1)
+  precisions = terms.precisions[: len(z)]
+  slope = -precisions * (z - terms.means[: len(z)])
+  slope = slope.at[::3].add(shapes[:, 0] - total * rate)
+  return slope, -precisions.at[::3].add(total * rate * (1 - rate))
 
 
 def _jacobian(z: jax.Array, r0: jax.Array, log_c: jax.Array) -> jax.Array:
@@ -303,24 +312,26 @@ def sample(
   theta: jax.Array,
   points: least_squares.Points,
   *,
-  free_r0: bool,
+  r0: float | None,
   prior: Prior | None,
 ) -> Posterior:
   """Finds the mode of the posterior and draws curves from it.
 
   Args:
-    theta: Where the search of the mode starts; its R0 is kept where it is not
-      free.
+    theta: Where the search of the mode starts.
     points: The evaluations.
-    free_r0: Whether R0 is a parameter.
-    prior: The prior; None: flat in A, log B, log C_mid and R0.
+    r0: Measured pass rate at zero compute; None: unknown.
+    prior: The prior; None: flat in A, log B, log C_mid, and in R0
+      where it is unknown.
 
   Returns:
     The posterior.
   """
   real = np.asarray(points.weight) > 0
-  terms = _prior_terms(prior, float(np.asarray(points.log_c)[real].max()))
-  r0 = theta[0]
+  log_max = float(np.asarray(points.log_c)[real].max())
+  terms = _prior_terms(prior, log_max, r0)
+  free_r0 = r0 is None or (prior is not None and prior.r0_std > 0)
+  held = theta[0]
   z, hessian = (
     np.asarray(v) for v in _mode(theta, points, terms, free_r0=free_r0)
   )
@@ -333,7 +344,7 @@ def sample(
   proposal = -0.5 * (_DOF + dim) * np.log1p(np.sum(steps**2, 1) / _DOF)
 
   def weigh(z: np.ndarray) -> tuple[np.ndarray, ...]:
-    found = _weigh(jnp.asarray(z), points, terms, r0)
+    found = _weigh(jnp.asarray(z), points, terms, held)
     theta, quadratic, by_rho, log_prior = (np.asarray(v) for v in found)
     log_w = special.logsumexp(by_rho, axis=1) + log_prior - proposal
     return theta, quadratic, special.softmax(by_rho, 1), special.softmax(log_w)
@@ -358,7 +369,7 @@ def sample(
   which = np.sum(np.cumsum(chance, 1)[picked, :-1] < cells[:, None], 1)
   chi = chi_squares(*size, dim + 2, float(real.sum()))
   sigma = np.sqrt(quadratic[picked, which] / chi)
-  start = special.expit(z[3]) if free_r0 else float(r0)
+  start = special.expit(z[3]) if free_r0 else float(held)
   a = start + (1 - start) * special.expit(z[0])
   mode = np.array([start, a, z[1], z[2]])
   rho = float(w @ chance @ np.array(_RHO))

@@ -118,7 +118,7 @@ def test_slopes_count_what_has_no_logarithm():
 
 
 def test_slopes_need_a_ceiling_above_every_start():
-  with pytest.raises(ValueError, match='a=0.1'):
+  with pytest.raises(ValueError, match=r'a=0\.1'):
     curves.slopes({'p': _fit(0.6, 1.2, 3e3)}, a=0.1)
   with pytest.raises(ValueError, match='no fit'):
     curves.slopes({})

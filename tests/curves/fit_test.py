@@ -74,11 +74,22 @@ def test_pull_of_the_prior_vanishes_with_the_noise():
   for size in (1e-2, 1e-3, 1e-4):
     with_prior, without = (
       curves.fit(_X, y + size * noise, r0=0.2, **kwargs).params.a
-      for kwargs in ({}, {'prior': None})
+      for kwargs in ({'prior': curves.Prior(r0_std=0.0)}, {'prior': None})
     )
     shifts.append(abs(with_prior - without))
   assert shifts[0] < 0.01
   np.testing.assert_allclose(np.divide(shifts[:-1], shifts[1:]), 100, rtol=0.5)
+
+
+def test_measured_r0_moves_within_its_error():
+  rng = np.random.default_rng(11)
+  y = paper_data.law(_X, 0.3, 0.7, 1.5, 2e3) + 0.005 * rng.standard_normal(40)
+  got = curves.fit(_X, y, r0=0.31)
+  assert got.params.r0 == pytest.approx(0.3, abs=0.005)
+  assert got.params.a == pytest.approx(0.7, abs=0.01)
+  held = curves.fit(_X, y, r0=0.31, prior=curves.Prior(r0_std=0.0))
+  assert held.params.r0 == 0.31
+  assert held.intervals.r0 == (0.31, 0.31)
 
 
 @pytest.mark.parametrize('series', _SERIES)
@@ -146,29 +157,33 @@ def test_paper_grid_is_the_best_cell_of_a_slow_search():
   assert loss == pytest.approx(best[0], rel=1e-6)
 
 
-def test_posterior_agrees_with_brute_force():
+@pytest.mark.parametrize('last', [8e3, 3.5e3])
+def test_posterior_agrees_with_brute_force(last):
   """Quantiles and mode against sums over a fine grid, written independently."""
   rng = np.random.default_rng(3)
-  x = np.linspace(500.0, 8e3, 24)
-  y = paper_data.law(x, 0.3, 0.6, 1.7, 2.5e3) + 0.01 * rng.standard_normal(24)
-  got = curves.fit(x, y, r0=0.3, weights=np.ones(24))
-  a = np.linspace(0.45, 0.98, 107)
+  x = np.linspace(500.0, last, 24)
+  # Uniform noise has no outliers, whose weights would differ.
+  y = paper_data.law(x, 0.3, 0.6, 1.7, 2.5e3) + rng.uniform(-0.015, 0.015, 24)
+  prior = curves.Prior(r0_std=0.0)
+  got = curves.fit(x, y, r0=0.3, weights=np.ones(24), prior=prior)
+  a = np.linspace(0.4, 0.995, 120)
   b = np.exp(np.linspace(np.log(0.4), np.log(6.0), 90))
   c = np.geomspace(800.0, 4e4, 150)
   a_, b_, c_ = np.meshgrid(a, b, c, indexing='ij')
-  e = (paper_data.law(x, 0.3, a_[..., None], b_[..., None], c_[..., None])) - y
+  e = paper_data.law(x, 0.3, a_[..., None], b_[..., None], c_[..., None]) - y
   total, beside = np.sum(e * e, -1), np.sum(e[..., 1:] * e[..., :-1], -1)
   inner = np.sum(e[..., 1:-1] ** 2, -1)
   likelihood = np.zeros_like(a_)
   reference = np.min(total)
-  for rho, chance in zip((0, 0.2, 0.4, 0.6, 0.8), (4, 2, 1, 1, 1), strict=True):
+  rhos = (-0.2, 0, 0.2, 0.4, 0.6, 0.8)
+  for rho, chance in zip(rhos, (2, 2, 2, 1, 1, 1), strict=True):
     rest = 1 - rho**2
     quadratic = (total + rho**2 * inner - 2 * rho * beside) / rest
     likelihood += chance * rest**-11.5 * (quadratic / reference) ** -12.0
   u = (a_ - 0.3) / 0.7
   density = likelihood * u**-0.5 * (1 - u)
   density *= np.exp(-0.5 * (np.log(b_ / 2) / 0.5) ** 2)
-  density *= np.exp(-0.5 * (np.log(c_ / 8e3) / 3) ** 2)
+  density *= np.exp(-0.5 * (np.log(c_ / last) / 3) ** 2)
   for values, axes, interval in (
     (a, (1, 2), got.intervals.a),
     (b, (0, 2), got.intervals.b),
@@ -176,11 +191,11 @@ def test_posterior_agrees_with_brute_force():
   ):
     cumulative = np.cumsum(density.sum(axes))
     expected = np.interp([0.05, 0.95], cumulative / cumulative[-1], values)
-    np.testing.assert_allclose(interval, expected, rtol=0.02)
+    np.testing.assert_allclose(interval, expected, rtol=0.03)
   # The mode is that of log B, log C_mid and logit u.
   best = np.argmax(density * u * (1 - u))
   mode = [v.ravel()[best] for v in (a_, b_, c_)]
-  np.testing.assert_allclose(got.params[1:], mode, rtol=0.03)
+  np.testing.assert_allclose(got.params[1:], mode, rtol=0.05)
 
 
 def test_autocorrelated_noise_is_noticed_and_widens_the_intervals():
@@ -195,7 +210,7 @@ def test_autocorrelated_noise_is_noticed_and_widens_the_intervals():
     for noise in (white, red)
   ]
   assert found[0].autocorrelation < 0.25
-  assert found[1].autocorrelation > 0.45
+  assert found[1].autocorrelation > 0.35
   assert np.ptp(found[1].intervals.a) > 1.2 * np.ptp(found[0].intervals.a)
 
 
