@@ -6,7 +6,6 @@ their neighbours before anything is drawn.
 """
 
 from collections.abc import Sequence
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -131,9 +130,13 @@ def fit(
     else:
       found, _ = least_squares.solve(pts, start, free_r0=free_r0)
     if method == 'posterior':
-      few = padded(*_averaged(x / scale, y, w))
+      some = _averaged(x / scale, y, w)
       found, few = _reweighted(
-        found, few, free_r0=free_r0, binomial=weights is None
+        found,
+        padded(*some),
+        len(some[0]),
+        free_r0=free_r0,
+        binomial=weights is None,
       )
       theta, draws, noise, rho = posterior.sample(
         found, few, r0=r0, prior=prior
@@ -333,32 +336,32 @@ def _on_grid(
   return theta
 
 
-@functools.partial(jax.jit, static_argnames=('free_r0', 'binomial'))
 def _reweighted(
-  theta: jax.Array, pts: least_squares.Points, *, free_r0: bool, binomial: bool
+  theta: jax.Array,
+  pts: least_squares.Points,
+  num: int,
+  *,
+  free_r0: bool,
+  binomial: bool,
 ) -> tuple[jax.Array, least_squares.Points]:
   """Weights by the variance at the curve and by the size of the residual."""
   free = jnp.array([free_r0, True, True, True])
-  real = pts.weight > 0
-  num = jnp.sum(real)
-
-  def step(_: Any, carry: tuple) -> tuple:
-    theta, _ = carry
-    rate = least_squares.model(theta, pts.log_c)
-    weight = pts.weight
+  log_c, y, base = (np.asarray(v)[:num] for v in pts)
+  for _ in range(_REWEIGHTINGS):
+    r0, a, log_b, log_mid = np.asarray(theta)
+    rate = r0 + (a - r0) * special.expit(np.exp(log_b) * (log_c - log_mid))
+    weight = base
     if binomial:
       # At a rate of 0 or 1 a binomial would be exact; an evaluation is not.
-      variance = jnp.clip(rate * (1 - rate), 0.02, 1.0)
-      mean = jnp.sum(jnp.where(real, variance, 0.0)) / num
-      weight = weight * mean / variance
-    size = jnp.abs(rate - pts.y) * jnp.sqrt(weight)
-    median = jnp.nanmedian(jnp.where(real, size, jnp.nan))
-    limit = _OUTLIER * (1.4826 * median + 1e-9)
-    weight = weight * jnp.minimum(1.0, limit / jnp.maximum(size, 1e-12))
-    new = pts._replace(weight=jnp.where(real, weight, 0.0))
-    return least_squares.descend(theta, new, free)[0], new
-
-  return jax.lax.fori_loop(0, _REWEIGHTINGS, step, (theta, pts))
+      variance = np.clip(rate * (1 - rate), 0.02, 1.0)
+      weight = weight * variance.mean() / variance
+    size = np.abs(rate - y) * np.sqrt(weight)
+    limit = _OUTLIER * (1.4826 * np.median(size) + 1e-9)
+    weight = weight * np.minimum(1.0, limit / np.maximum(size, 1e-12))
+    weight = np.pad(weight, (0, len(pts.y) - num))
+    pts = pts._replace(weight=jnp.asarray(weight))
+    theta, _ = least_squares.descend(theta, pts, free)
+  return theta, pts
 
 
 def _linearised(

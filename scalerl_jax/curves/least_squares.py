@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _ITERATIONS = 200  # A bound; most fits stop after about ten.
 _TOLERANCE = 1e-13
@@ -115,7 +116,7 @@ def descend(
     normal = (rows * points.weight[None, :]) @ rows.T
     diagonal = jnp.maximum(jnp.diag(normal), 1e-14)
     matrix = normal + jnp.diag(damping * diagonal + ~moves)
-    move = solve_small(matrix, gradient * moves)
+    move = jnp.linalg.solve(matrix, gradient * moves)
     proposal = _clipped(theta - move, free)
     new_loss = sum_squares(proposal, points)
     better = new_loss <= loss
@@ -134,36 +135,6 @@ def descend(
     unfinished, step, (*start, jnp.asarray(0), jnp.asarray(False))
   )
   return theta, loss
-
-
-def solve_small(matrix: jax.Array, vector: jax.Array) -> jax.Array:
-  """Solves a system of a few equations by Cholesky.
-
-  Unrolled: under `vmap` a call of the library per matrix would cost more.
-
-  Args:
-    matrix: Positive definite.
-    vector: The right-hand side.
-
-  Returns:
-    The solution.
-  """
-  n = len(vector)
-  low = [[jnp.zeros(())] * n for _ in range(n)]
-  half: list[jax.Array] = []
-  for i in range(n):
-    for j in range(i + 1):
-      rest = matrix[i, j] - sum(low[i][k] * low[j][k] for k in range(j))
-      low[i][j] = (
-        jnp.sqrt(jnp.maximum(rest, 1e-300)) if i == j else rest / low[j][j]
-      )
-    rest = vector[i] - sum(low[i][k] * half[k] for k in range(i))
-    half.append(rest / low[i][i])
-  out: list[jax.Array] = [jnp.zeros(())] * n
-  for i in reversed(range(n)):
-    rest = half[i] - sum(low[k][i] * out[k] for k in range(i + 1, n))
-    out[i] = rest / low[i][i]
-  return jnp.stack(out)
 
 
 def log_range(points: Points) -> tuple[jax.Array, jax.Array]:
@@ -223,7 +194,6 @@ def starts(points: Points, r0: jax.Array, *, free_r0: bool) -> jax.Array:
   return thetas[best]
 
 
-@functools.partial(jax.jit, static_argnames='free_r0')
 def solve(
   points: Points, r0: jax.Array, *, free_r0: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -238,10 +208,10 @@ def solve(
     θ and its sum of squares.
   """
   free = jnp.array([free_r0, True, True, True])
-  begin = starts(points, r0, free_r0=free_r0)
-  thetas, losses = jax.vmap(descend, (0, None, None))(begin, points, free)
-  best = jnp.argmin(losses)
-  return thetas[best], losses[best]
+  # One at a time: the compiled descent from one start has other uses.
+  begin = np.asarray(starts(points, r0, free_r0=free_r0))
+  found = [descend(jnp.asarray(t), points, free) for t in begin]
+  return min(found, key=lambda pair: float(pair[1]))
 
 
 @jax.jit

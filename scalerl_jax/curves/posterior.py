@@ -214,49 +214,48 @@ def _mode(
   omega = _precision(points)
   root_w = jnp.sqrt(points.weight)
 
-  def loss_of(z: jax.Array) -> jax.Array:
-    quadratic = _quadratic(_to_theta(z, r0), points, omega)
-    by_rho = _log_likelihood(quadratic, omega)
-    return -jax.nn.logsumexp(by_rho) - _log_prior(z, terms)
-
-  def derivatives(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def evaluate(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Minus the log posterior, its gradient and its Hessian."""
     e = least_squares.model(_to_theta(z, r0), points.log_c) - points.y
     both = jnp.vstack([_jacobian(z, r0, points.log_c), e[None]])
-    both = both * root_w[None]
-    bands = _bands(both, omega.is_inner)
+    bands = _bands(both * root_w[None], omega.is_inner)
     quadratic = _weighted(omega, *(b[-1, -1] for b in bands))
-    chance = jax.nn.softmax(_log_likelihood(quadratic, omega))
-    scale = chance * omega.num / quadratic
+    by_rho = _log_likelihood(quadratic, omega)
+    scale = jax.nn.softmax(by_rho) * omega.num / quadratic
     of_band = (omega.ends, omega.inner, omega.beside)
     ends, inner, beside = (
       jnp.sum(scale * c) * b for c, b in zip(of_band, bands, strict=True)
     )
     joint = ends + inner + beside
     slope, bend = _prior_derivatives(z, terms)
-    return joint[-1, :-1] - slope, joint[:-1, :-1] - jnp.diag(bend)
+    loss = -jax.nn.logsumexp(by_rho) - _log_prior(z, terms)
+    return loss, joint[-1, :-1] - slope, joint[:-1, :-1] - jnp.diag(bend)
 
   def step(carry: tuple) -> tuple:
-    z, loss, damping, count, _ = carry
-    gradient, hessian = derivatives(z)
+    # The start is the first proposal, so that `evaluate` is compiled once.
+    z, loss, gradient, hessian, proposal, damping, count, _ = carry
+    new_loss, new_gradient, new_hessian = evaluate(proposal)
+    better = new_loss <= loss
+    z = jnp.where(better, proposal, z)
+    gradient = jnp.where(better, new_gradient, gradient)
+    hessian = jnp.where(better, new_hessian, hessian)
+    damping = jnp.where(better, damping / 8, damping * 5)
     diagonal = jnp.diag(jnp.diag(hessian) + 1e-3)
     move = jnp.linalg.solve(hessian + damping * diagonal, gradient)
     move = move * jnp.minimum(1.0, _MAX_STEP / jnp.max(jnp.abs(move)))
-    new = loss_of(z - move)
-    better = new <= loss
     done = jnp.max(jnp.abs(move)) < _TOLERANCE
-    damping = jnp.where(better, damping / 8, damping * 5)
-    z = jnp.where(better, z - move, z)
-    return z, jnp.where(better, new, loss), damping, count + 1, done
+    loss = jnp.minimum(loss, new_loss)
+    return z, loss, gradient, hessian, z - move, damping, count + 1, done
 
   def unfinished(carry: tuple) -> jax.Array:
-    return (carry[3] < _STEPS) & ~carry[4]
+    return (carry[-2] < _STEPS) & ~carry[-1]
 
   z = _from_theta(theta, free_r0=free_r0)
-  start = (z, loss_of(z), jnp.asarray(1e-3, z.dtype))
-  z, *_ = jax.lax.while_loop(
-    unfinished, step, (*start, jnp.asarray(0), jnp.asarray(False))
-  )
-  return z, derivatives(z)[1]
+  nothing = jnp.zeros_like(z)
+  start = (z, jnp.inf, nothing, jnp.diag(nothing), z, 8e-3, 0, False)
+  start = jax.tree.map(jnp.asarray, start)
+  z, _, _, hessian, *_ = jax.lax.while_loop(unfinished, step, start)
+  return z, hessian
 
 
 @jax.jit
@@ -266,13 +265,14 @@ def _weigh(
   terms: _PriorTerms,
   r0: jax.Array,
 ) -> tuple[jax.Array, ...]:
-  """θ of each z, eᵀ Ω e and log likelihood by ρ, and log prior."""
+  """θ of each z, eᵀ Ω e and the chance of each ρ, log posterior of z."""
   omega = _precision(points)
   theta = jax.vmap(_to_theta, (0, None))(z, r0)
   quadratic = jax.vmap(_quadratic, (0, None, None))(theta, points, omega)
   by_rho = jax.vmap(_log_likelihood, (0, None))(quadratic, omega)
   log_prior = jax.vmap(_log_prior, (0, None))(z, terms)
-  return theta, quadratic, by_rho, log_prior
+  total = jax.nn.logsumexp(by_rho, axis=1) + log_prior
+  return theta, quadratic, jax.nn.softmax(by_rho), total
 
 
 @functools.cache
@@ -345,9 +345,9 @@ def sample(
 
   def weigh(z: np.ndarray) -> tuple[np.ndarray, ...]:
     found = _weigh(jnp.asarray(z), points, terms, held)
-    theta, quadratic, by_rho, log_prior = (np.asarray(v) for v in found)
-    log_w = special.logsumexp(by_rho, axis=1) + log_prior - proposal
-    return theta, quadratic, special.softmax(by_rho, 1), special.softmax(log_w)
+    theta, quadratic, chance, total = (np.asarray(v) for v in found)
+    w = np.exp(total - proposal - np.max(total - proposal))
+    return theta, quadratic, chance, w / w.sum()
 
   values, vectors = np.linalg.eigh(hessian)
   root = vectors / np.sqrt(np.maximum(values, _MIN_CURVATURE))

@@ -74,17 +74,15 @@ def window_start(
   with jax.enable_x64(True):
     start = jnp.asarray(min(float(y[0]), 0.99) if r0 is None else r0)
     points = fitting.padded(x / scale, y, w)
-    pad = len(points.y) - n
-    weights = jnp.asarray(np.pad(masks.astype(np.float64), ((0, 0), (0, pad))))
-
-    def solve(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-      return least_squares.solve(
-        points._replace(weight=weight), start, free_r0=r0 is None
+    weights = np.pad(masks * 1.0, ((0, 0), (0, len(points.y) - n)))
+    fits = [
+      least_squares.solve(
+        points._replace(weight=jnp.asarray(weight)), start, free_r0=r0 is None
       )
-
-    thetas, sums = jax.vmap(solve)(weights)
-    model = jax.vmap(least_squares.model, (0, None))
-    rates, losses = np.asarray(model(thetas, points.log_c)), np.asarray(sums)
+      for weight in weights
+    ]
+    rates = [np.asarray(least_squares.model(t, points.log_c)) for t, _ in fits]
+    losses = [float(loss) for _, loss in fits]
   best, least = 0.0, _SIGNIFICANCE
   for k, loss, rate in zip(tried, losses[1:], rates[1:], strict=True):
     e = rate[k:n] - y[k:]
