@@ -243,14 +243,12 @@ def padded(x: np.ndarray, y: np.ndarray, w: np.ndarray) -> least_squares.Points:
     w: Weight.
 
   Returns:
-    Arrays of the precision that is set.
+    Host arrays: they go to the device with the call that uses them.
   """
   with np.errstate(divide='ignore'):
     log_c = np.maximum(np.log(x), -1e30)
   pad = -len(x) % _PAD
-  return least_squares.Points(
-    *(jnp.asarray(np.pad(v, (0, pad))) for v in (log_c, y, w))
-  )
+  return least_squares.Points._make(np.pad(v, (0, pad)) for v in (log_c, y, w))
 
 
 def checked(
@@ -359,7 +357,7 @@ def _reweighted(
     limit = _OUTLIER * (1.4826 * np.median(size) + 1e-9)
     weight = weight * np.minimum(1.0, limit / np.maximum(size, 1e-12))
     weight = np.pad(weight, (0, len(pts.y) - num))
-    pts = pts._replace(weight=jnp.asarray(weight))
+    pts = least_squares.Points._make((pts.log_c, pts.y, weight))
     theta, _ = least_squares.descend(theta, pts, free)
   return theta, pts
 

@@ -21,7 +21,7 @@ from scipy.stats import qmc
 
 from scalerl_jax.curves import least_squares
 
-NUM_DRAWS = 2048
+NUM_DRAWS = 1024
 _DOF = 5.0  # Of the proposal: tails heavier than the posterior's.
 # Evaluations of a run are correlated. Without negative values independent ones
 # would seem so too, as half of all samples of them are.
@@ -308,6 +308,25 @@ def chi_squares(dim: int, num: int, column: int, dof: float) -> np.ndarray:
   return 2 * special.gammaincinv(dof / 2, cells)
 
 
+class _Plan(NamedTuple):
+  """What all posteriors of as many coordinates are drawn with."""
+
+  steps: np.ndarray  # [draws, coordinates]: Student-t.
+  log_density: np.ndarray  # [draws], up to a constant.
+  uniform: np.ndarray  # [draws]: picks ρ.
+  normal: np.ndarray  # [draws]: of a new evaluation.
+
+
+@functools.cache
+def _plan(dim: int) -> _Plan:
+  plain = normals(dim + 4, NUM_DRAWS)
+  tails = chi_squares(dim + 4, NUM_DRAWS, dim, _DOF)
+  steps = plain[:, :dim] * np.sqrt(_DOF / tails)[:, None]
+  log_density = -0.5 * (_DOF + dim) * np.log1p(np.sum(steps**2, 1) / _DOF)
+  uniform = special.ndtr(plain[:, dim + 1])
+  return _Plan(steps, log_density, uniform, plain[:, -1])
+
+
 def sample(
   theta: jax.Array,
   points: least_squares.Points,
@@ -336,23 +355,22 @@ def sample(
     np.asarray(v) for v in _mode(theta, points, terms, free_r0=free_r0)
   )
   dim = len(z)
-  size = (dim + 4, NUM_DRAWS)
-  # After the steps a column each for their tails, for ρ, σ and the noise.
-  plain = normals(*size)
-  tails = chi_squares(*size, dim, _DOF)
-  steps = plain[:, :dim] * np.sqrt(_DOF / tails)[:, None]
-  proposal = -0.5 * (_DOF + dim) * np.log1p(np.sum(steps**2, 1) / _DOF)
+  plan = _plan(dim)
 
-  def weigh(z: np.ndarray) -> tuple[np.ndarray, ...]:
-    found = _weigh(jnp.asarray(z), points, terms, held)
-    theta, quadratic, chance, total = (np.asarray(v) for v in found)
-    w = np.exp(total - proposal - np.max(total - proposal))
-    return theta, quadratic, chance, w / w.sum()
+  def weigh(
+    centre: np.ndarray, root: np.ndarray
+  ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
+    z = centre + plan.steps @ root.T
+    *found, total = (
+      np.asarray(v) for v in _weigh(jnp.asarray(z), points, terms, held)
+    )
+    log_w = total - plan.log_density
+    w = np.exp(log_w - log_w.max())
+    return z, tuple(found), w / w.sum()
 
   values, vectors = np.linalg.eigh(hessian)
   root = vectors / np.sqrt(np.maximum(values, _MIN_CURVATURE))
-  first = z + steps @ root.T
-  *_, w = weigh(first)
+  first, _, w = weigh(z, root)
   mean = w @ first
   spread = ((first - mean) * w[:, None]).T @ (first - mean)
   # Few effective draws know their moments badly: keep some of the first guess.
@@ -360,17 +378,16 @@ def sample(
   spread = trust * spread + (1 - trust) * root @ root.T
   values, vectors = np.linalg.eigh(spread)
   root = vectors * np.sqrt(1.2 * np.maximum(values, 0.0))
-  second = trust * mean + (1 - trust) * z + steps @ root.T
-  draws, quadratic, chance, w = weigh(second)
+  centre = trust * mean + (1 - trust) * z
+  _, (draws, quadratic, chance), w = weigh(centre, root)
   # Systematic resampling: equally likely draws are simple to use.
   at = (np.arange(len(w)) + 0.5) / len(w)
   picked = np.minimum(np.searchsorted(np.cumsum(w), at), len(w) - 1)
-  cells = special.ndtr(plain[:, dim + 1])
-  which = np.sum(np.cumsum(chance, 1)[picked, :-1] < cells[:, None], 1)
-  chi = chi_squares(*size, dim + 2, float(real.sum()))
-  sigma = np.sqrt(quadratic[picked, which] / chi)
+  rho_at = np.cumsum(chance, 1)[picked, :-1] < plan.uniform[:, None]
+  chi = chi_squares(dim + 4, NUM_DRAWS, dim + 2, float(real.sum()))
+  sigma = np.sqrt(quadratic[picked, rho_at.sum(1)] / chi)
   start = special.expit(z[3]) if free_r0 else float(held)
   a = start + (1 - start) * special.expit(z[0])
   mode = np.array([start, a, z[1], z[2]])
   rho = float(w @ chance @ np.array(_RHO))
-  return Posterior(mode, draws[picked], sigma * plain[:, -1], rho)
+  return Posterior(mode, draws[picked], sigma * plan.normal, rho)

@@ -81,7 +81,8 @@ def window_start(
       )
       for weight in weights
     ]
-    rates = [np.asarray(least_squares.model(t, points.log_c)) for t, _ in fits]
+    log_c = jnp.asarray(points.log_c)
+    rates = [np.asarray(least_squares.model(t, log_c)) for t, _ in fits]
     losses = [float(loss) for _, loss in fits]
   best, least = 0.0, _SIGNIFICANCE
   for k, loss, rate in zip(tried, losses[1:], rates[1:], strict=True):
