@@ -13,6 +13,7 @@ import setting  # isort: skip  # First: it sits beside this script.
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -84,22 +85,21 @@ def main() -> None:
       _report(f'{method} / curve_fit {name}', ours, theirs)
 
   key = jax.random.key(0)
-
-  def loop() -> np.ndarray:
-    base = direct()
+  for name, args in (('unbounded', {}), ('bounded', {'bounds': _BOUNDS})):
+    base = optimize.curve_fit(law, x, y, p0=_START, **args)[0]
     rate = law(x, *base)
-    drawn = rng.integers(0, len(x), (1000, len(x)))
-    return np.array(
-      [
-        optimize.curve_fit(law, x, rate + (y - rate)[i], p0=base)[0]
+
+    def loop(rate: Any = rate, base: Any = base, args: Any = args) -> Any:
+      drawn = rng.integers(0, len(x), (1000, len(x)))
+      return [
+        optimize.curve_fit(law, x, rate + (y - rate)[i], p0=base, **args)[0]
         for i in drawn
       ]
-    )
 
-  ours, theirs = setting.compare(
-    lambda: curves.bootstrap(x, y, key=key, r0=_R0).intervals, loop, pairs=7
-  )
-  _report('bootstrap of 1,000 / loop of curve_fit', ours, theirs)
+    ours, theirs = setting.compare(
+      lambda: curves.bootstrap(x, y, key=key, r0=_R0).intervals, loop, pairs=5
+    )
+    _report(f'bootstrap of 1,000 / curve_fit {name}', ours, theirs)
   grid = curves.Grid(c_mid=tuple(np.geomspace(x.min() / 4, x.max() * 4, 100)))
 
   def paper_grid() -> float:

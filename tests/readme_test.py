@@ -13,10 +13,11 @@ from scalerl_jax import config as config_lib
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _TEXT = (_ROOT / 'README.md').read_text(encoding='utf-8')
+_PAGES = ('README.md', 'docs/curves.md')
 
 
-def _blocks(language: str) -> list[str]:
-  return re.findall(rf'^```{language}\n(.*?)^```$', _TEXT, re.M | re.S)
+def _blocks(language: str, text: str = _TEXT) -> list[str]:
+  return re.findall(rf'^```{language}\n(.*?)^```$', text, re.M | re.S)
 
 
 def _files() -> list[str]:
@@ -78,17 +79,23 @@ def test_local_links_lead_somewhere():
     assert (_ROOT / link).is_file(), link
 
 
-def test_python_blocks_do_as_shown():
-  blocks = _blocks('python')
+@pytest.mark.parametrize('page', _PAGES)
+def test_python_blocks_do_as_shown(page, monkeypatch):
+  monkeypatch.chdir(_ROOT)
+  blocks = _blocks('python', (_ROOT / page).read_text(encoding='utf-8'))
   assert blocks
+  names: dict[str, object] = {}
+  output: list[str] = []
   for i, block in enumerate(blocks):
     test = doctest.DocTestParser().get_doctest(
-      block, {}, f'README block {i}', 'README.md', 0
+      block, names, f'{page} block {i}', page, 0
     )
     assert test.examples
-    output: list[str] = []
-    doctest.DocTestRunner(verbose=False).run(test, out=output.append)
-    assert not output, ''.join(output)
+    doctest.DocTestRunner(verbose=False).run(
+      test, out=output.append, clear_globs=False
+    )
+    names = test.globs
+  assert not output, ''.join(output)
 
 
 _COMMANDS = re.findall(r'python launch/run\.py (.*)$', _TEXT, re.M)

@@ -43,13 +43,22 @@ def write_curve_png(workdir: pathlib.Path) -> pathlib.Path | None:
   if not run.curve:
     return None
   path = workdir / 'curve.png'
-  part = path.with_name(path.name + '.part')
-  with mpl.rc_context(_STYLE):
-    curve_figure(run).savefig(
-      part, format='png', dpi=150, metadata={'Software': None}
-    )
-  part.replace(path)
+  with style():
+    write_png(curve_figure(run), path)
   return path
+
+
+def write_png(fig: figure_lib.Figure, path: pathlib.Path) -> None:
+  """Writes a figure whole or not at all.
+
+  Args:
+    fig: The figure.
+    path: The file; replaced if it exists.
+  """
+  part = path.with_name(path.name + '.part')
+  with style():
+    fig.savefig(part, format='png', dpi=150, metadata={'Software': None})
+  part.replace(path)
 
 
 def curve_figure(run: run_files.RunFiles) -> figure_lib.Figure:

@@ -6,23 +6,11 @@ import json
 import pathlib
 from typing import Any
 
+from scalerl_jax.reporting import pages
 from scalerl_jax.reporting import plots
 from scalerl_jax.reporting import run_files
 from scalerl_jax.reporting import writers
 
-_STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;
-padding:0 1em;color:#222}
-table{border-collapse:collapse;margin:1em 0}
-td,th{padding:.2em .8em;border-bottom:1px solid #ddd;text-align:right}
-td:first-child,th:first-child{text-align:left}
-.grid{display:flex;flex-wrap:wrap;gap:1em}figure{margin:0}
-svg{max-width:100%;height:auto}
-pre{background:#f6f6f6;padding:.6em;white-space:pre-wrap;
-overflow-wrap:anywhere;max-height:24em;overflow:auto}
-.warning{background:#fff3cd;padding:.5em 1em;border-left:4px solid #e0a800}
-figcaption{font-weight:600}
-"""
 _PANELS: tuple[tuple[str, Mapping[str, str], bool], ...] = (
   (
     'Training pass rate and reward',
@@ -88,7 +76,6 @@ def write_report(
     ValueError: A file of the run is damaged.
   """
   run = run_files.read(workdir)
-  name = html.escape(workdir.resolve().name)
   with plots.style():
     sections = [
       _curve_section(run),
@@ -97,16 +84,8 @@ def write_report(
       _samples_section(run.samples, num_samples),
       _config_section(run.config),
     ]
-  page = (
-    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-    f'<title>{name}</title><style>{_STYLE}</style></head>\n'
-    f'<body><h1>{name}</h1>\n' + '\n'.join(filter(None, sections)) + '\n'
-    '</body></html>\n'
-  )
   path = workdir / 'report.html'
-  # Half a surrogate pair in a sample must not cost the report.
-  page = page.encode('utf-8', 'replace').decode('utf-8')
-  writers.write_text(path, page)
+  writers.write_text(path, pages.page(workdir.resolve().name, sections))
   return path
 
 
@@ -120,13 +99,10 @@ def _curve_section(run: run_files.RunFiles) -> str:
 
 
 def _verdict(fit: Mapping[str, Any]) -> str:
-  parts = [
-    f'<p class="warning">{html.escape(str(w))}</p>'
-    for w in fit.get('warnings') or ()
-  ]
+  parts = [pages.warnings(fit.get('warnings') or ())]
   verdict = fit.get('verdict')
   if isinstance(verdict, Mapping):
-    rows = ', '.join(f'{k}: {_number(v)}' for k, v in verdict.items())
+    rows = ', '.join(f'{k}: {pages.number(v)}' for k, v in verdict.items())
     parts.append(f'<p><b>Verdict.</b> {html.escape(rows)}</p>')
   elif verdict:
     parts.append(f'<p><b>Verdict.</b> {html.escape(str(verdict))}</p>')
@@ -141,17 +117,22 @@ def _fit_table(fit: Mapping[str, Any]) -> str:
   rows = []
   for key, value in params.items():
     low, high = intervals.get(key) or (None, None)
-    cells = (_NAMES.get(key, key), _number(value), _number(low), _number(high))
+    cells = (
+      _NAMES.get(key, key),
+      pages.number(value),
+      pages.number(low),
+      pages.number(high),
+    )
     rows.append(cells)
   percent = f'{100 * float(fit.get("level") or 0.9):.0f} %'
-  return _table(('', 'fit', f'{percent} low', f'{percent} high'), rows)
+  return pages.table(('', 'fit', f'{percent} low', f'{percent} high'), rows)
 
 
 def _evals_section(evals: Sequence[Mapping[str, Any]]) -> str:
   if not evals:
     return ''
   columns = [c for c in _EVAL_COLUMNS if any(c in row for row in evals)]
-  rows = [[_number(row.get(c)) for c in columns] for row in evals]
+  rows = [[pages.number(row.get(c)) for c in columns] for row in evals]
   fig = plots.series_figure(
     evals,
     {
@@ -160,7 +141,7 @@ def _evals_section(evals: Sequence[Mapping[str, Any]]) -> str:
     },
   )
   drawn = _figure('Held-out samples', fig, 'evals')
-  return f'<h2>Evaluations</h2>{_table(columns, rows)}{drawn}'
+  return f'<h2>Evaluations</h2>{pages.table(columns, rows)}{drawn}'
 
 
 def _metrics_section(run: run_files.RunFiles) -> str:
@@ -192,7 +173,7 @@ def _samples_section(samples: Sequence[Mapping[str, Any]], limit: int) -> str:
 
 def _sample(sample: Mapping[str, Any]) -> str:
   keys = ('step', 'problem_id', 'reward', 'finish_reason')
-  head = ', '.join(f'{k}: {_number(sample.get(k))}' for k in keys)
+  head = ', '.join(f'{k}: {pages.number(sample.get(k))}' for k in keys)
   texts = ''.join(
     f'<pre>{html.escape(str(sample.get(k) or ""))}</pre>'
     for k in ('prompt', 'response')
@@ -208,18 +189,3 @@ def _config_section(config: Mapping[str, Any]) -> str:
     '<h2>Configuration</h2><details><summary>config.json</summary>'
     f'<pre>{text}</pre></details>'
   )
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  head = ''.join(f'<th>{html.escape(h)}</th>' for h in header)
-  body = ''.join(
-    '<tr>' + ''.join(f'<td>{html.escape(c)}</td>' for c in row) + '</tr>'
-    for row in rows
-  )
-  return f'<table><tr>{head}</tr>{body}</table>'
-
-
-def _number(value: Any) -> str:
-  if value is None:
-    return '–'
-  return f'{value:.4g}' if isinstance(value, float) else str(value)

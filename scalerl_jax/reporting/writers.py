@@ -26,7 +26,7 @@ class JsonlWriter:
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Appends one row; NaN and infinity become null, as JSON has neither."""
-    line = json.dumps(_jsonable(row), allow_nan=False) + '\n'
+    line = json.dumps(jsonable(row), allow_nan=False) + '\n'
     self._file.write(line.encode('utf-8'))
     self._file.flush()
 
@@ -115,19 +115,27 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     path: The file; replaced if it exists.
     value: Nested dicts, lists, numbers, strings, numpy values.
   """
-  text = json.dumps(_jsonable(value), indent=2, allow_nan=False)
+  text = json.dumps(jsonable(value), indent=2, allow_nan=False)
   write_text(path, text + '\n')
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+  """Turns a value into what JSON knows.
+
+  Args:
+    value: Nested dicts, lists, numbers, strings, numpy values.
+
+  Returns:
+    Dicts, lists, numbers and strings; None for NaN and infinity.
+  """
   if isinstance(value, Mapping):
-    return {str(k): _jsonable(v) for k, v in value.items()}
+    return {str(k): jsonable(v) for k, v in value.items()}
   if isinstance(value, list | tuple):
-    return [_jsonable(v) for v in value]
+    return [jsonable(v) for v in value]
   if isinstance(value, np.ndarray):
-    return _jsonable(value.tolist())
+    return jsonable(value.tolist())
   if isinstance(value, np.generic):
-    return _jsonable(value.item())
+    return jsonable(value.item())
   if isinstance(value, float) and not math.isfinite(value):
     return None
   return value
