@@ -107,7 +107,9 @@ def bootstrap(
   intervals = law.SigmoidParams._make(pairs)
   params = law.SigmoidParams(*thetas.T)
   drawn_fit = base._replace(
-    draws=params, noise=noise[:, 0], intervals=intervals
+    draws=params,
+    noise_std=np.full(num_resamples, residual.std()),
+    intervals=intervals,
   )
   return Bootstrap(params, intervals, level, size, drawn_fit)
 

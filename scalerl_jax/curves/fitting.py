@@ -56,7 +56,7 @@ class SigmoidFit(NamedTuple):
   identifiable: bool  # False: the data cannot bound A.
   warnings: tuple[str, ...]  # In plain language.
   draws: law.SigmoidParams  # Of arrays [draws]: curves that are as likely.
-  noise: np.ndarray  # [draws]: of a new evaluation around each of them.
+  noise_std: np.ndarray  # [draws]: of a new evaluation around each of them.
   autocorrelation: float  # Of neighbouring residuals.
   method: str
   num_points: int
@@ -138,14 +138,14 @@ def fit(
         free_r0=free_r0,
         binomial=weights is None,
       )
-      theta, draws, noise, rho = posterior.sample(
+      theta, draws, noise_std, rho = posterior.sample(
         found, few, r0=r0, prior=prior
       )
       if len(x) < _MIN_POINTS:  # A posterior without width is no posterior.
-        draws, noise = draws * np.nan, noise * np.nan
+        draws, noise_std = draws * np.nan, noise_std * np.nan
     else:
       theta = np.asarray(found)
-      draws, noise = _linearised(theta, x / scale, y, w, free_r0)
+      draws, noise_std = _linearised(theta, x / scale, y, w, free_r0)
       rho = 0.0
   result = SigmoidFit(
     params=_params(theta, scale, float),
@@ -154,7 +154,7 @@ def fit(
     identifiable=True,
     warnings=(),
     draws=_params(draws.T, scale, np.asarray),
-    noise=noise,
+    noise_std=noise_std,
     autocorrelation=rho,
     method=method,
     num_points=len(x),
@@ -383,14 +383,14 @@ def _linearised(
   if dof <= 0 or not np.linalg.cond(normal) < 1e14:
     return draws * np.nan, np.full(num, np.nan)
   residual = p.r0 + (p.a - p.r0) * gained - y
-  size = (len(free) + 2, num)
+  size = (len(free) + 1, num)
   plain = posterior.normals(*size)
   chi = posterior.chi_squares(*size, len(free), float(dof))
   sigma = np.sqrt(np.sum(w * residual**2) / chi)
   root = np.linalg.cholesky(np.linalg.inv(normal))
   draws[:, free] += sigma[:, None] * (plain[:, : len(free)] @ root.T)
-  draws[:, :2] = np.clip(draws[:, :2], 0.0, 1.0)
-  return draws, sigma * plain[:, -1]
+  low, high = zip(*least_squares.BOUNDS, strict=True)
+  return np.clip(draws, low, high), sigma
 
 
 def _params(theta: np.ndarray, scale: float, kind: Any) -> law.SigmoidParams:

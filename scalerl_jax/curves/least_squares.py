@@ -13,8 +13,8 @@ import numpy as np
 
 _ITERATIONS = 200  # A bound; most fits stop after about ten.
 _TOLERANCE = 1e-13
-_LOG_B = (-3.0, 4.0)
-_LOG_C = (-60.0, 60.0)  # Around the scale of the data.
+# Of θ; log C_mid is relative to the scale of the data.
+BOUNDS = ((0.0, 0.999), (0.0, 1.0), (-3.0, 4.0), (-60.0, 60.0))
 # Small steps of B and C_mid: the valley of a curve that has not bent is narrow.
 _START_B = (0.5, 0.8, 1.2, 1.8, 2.7, 4.0, 8.0)
 _START_C = (-0.3, 1.6, 24)  # As fractions of the range of log compute.
@@ -77,10 +77,10 @@ def sum_squares(theta: jax.Array, points: Points) -> jax.Array:
 
 def _clipped(theta: jax.Array, free: jax.Array) -> jax.Array:
   r0, a, log_b, log_mid = theta
-  r0 = jnp.where(free[0], jnp.clip(r0, 0.0, 0.999), r0)
+  r0 = jnp.where(free[0], jnp.clip(r0, *BOUNDS[0]), r0)
   a = jnp.where(free[1], jnp.clip(a, r0, 1.0), a)
   return jnp.stack(
-    [r0, a, jnp.clip(log_b, *_LOG_B), jnp.clip(log_mid, *_LOG_C)]
+    [r0, a, jnp.clip(log_b, *BOUNDS[2]), jnp.clip(log_mid, *BOUNDS[3])]
   )
 
 
@@ -252,7 +252,7 @@ def solve_grid(
       residual = model(theta, points.log_c) - points.y
       curvature = jnp.sum(w * row * row) * (1 + damping) + 1e-14
       moved = log_b - jnp.sum(w * row * residual) / curvature
-      moved = jnp.clip(moved, *_LOG_B)
+      moved = jnp.clip(moved, *BOUNDS[2])
       new = sum_squares(theta.at[2].set(moved), points)
       better = new <= loss
       return (

@@ -3,10 +3,11 @@
     yᵢ = R(Cᵢ) + eᵢ,   eᵢ ~ N(0, σ²/wᵢ),   corr(eᵢ, eⱼ) = ρ^|i - j|
 
 σ and ρ are integrated out, the first in closed form and the second over a
-grid. The mode is found by damped Gauss-Newton steps; importance sampling from a
-Student-t around it gives draws, in two rounds, the second with the moments of
-the first. Low-discrepancy points stand in for random ones, so that the same
-data give the same draws.
+grid. The mode is found by damped Gauss-Newton steps; importance sampling
+gives draws, from a Student-t around it and, where that is a bad proposal, from
+mixtures around the draws of the round before (population Monte Carlo).
+Low-discrepancy points stand in for random ones, so that the same data give the
+same draws.
 """
 
 import functools
@@ -22,6 +23,14 @@ from scipy.stats import qmc
 from scalerl_jax.curves import least_squares
 
 NUM_DRAWS = 1024
+_ROUNDS = 6
+_EFFECTIVE = 0.5  # Part of the draws; as many are enough.
+_MIN_EFFECTIVE = 0.1
+_MIN_POWER = 0.01  # Most draws may be outside of what is possible.
+_HELD = 1e20  # The precision of what is exact.
+_PLAN = (9, NUM_DRAWS)
+_NUM_KERNELS = 64
+_KERNEL_WIDTH = 0.7
 _DOF = 5.0  # Of the proposal: tails heavier than the posterior's.
 # Evaluations of a run are correlated. Without negative values independent ones
 # would seem so too, as half of all samples of them are.
@@ -67,7 +76,7 @@ class Posterior(NamedTuple):
 
   mode: np.ndarray  # [4]: (R0, A, log B, log C_mid).
   draws: np.ndarray  # [draws, 4].
-  noise: np.ndarray  # [draws]: of a new evaluation with weight 1.
+  noise_std: np.ndarray  # [draws]: of a new evaluation with weight 1.
   rho: float  # Posterior mean of the autocorrelation.
 
 
@@ -110,6 +119,14 @@ def _prior_terms(
       means[3] = special.logit(start)
       stds[3] = prior.r0_std / (start * (1 - start))
   return _PriorTerms(*(jnp.asarray(v) for v in (shapes, means, stds**-2)))
+
+
+class _Start(NamedTuple):
+  """What is known of R0 before the fit, for the proposal."""
+
+  mean: jax.Array
+  precision: jax.Array
+  is_held: jax.Array
 
 
 def _log_prior(z: jax.Array, terms: _PriorTerms) -> jax.Array:
@@ -208,8 +225,8 @@ def _mode(
   terms: _PriorTerms,
   *,
   free_r0: bool,
-) -> tuple[jax.Array, jax.Array]:
-  """A mode and the Gauss-Newton Hessian of minus the log posterior there."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """A mode, the Hessian of minus the log posterior and the chance of each ρ."""
   r0 = theta[0]
   omega = _precision(points)
   root_w = jnp.sqrt(points.weight)
@@ -255,24 +272,82 @@ def _mode(
   start = (z, jnp.inf, nothing, jnp.diag(nothing), z, 8e-3, 0, False)
   start = jax.tree.map(jnp.asarray, start)
   z, _, _, hessian, *_ = jax.lax.while_loop(unfinished, step, start)
-  return z, hessian
+  quadratic = _quadratic(_to_theta(z, r0), points, omega)
+  return z, hessian, jax.nn.softmax(_log_likelihood(quadratic, omega))
 
 
 @jax.jit
 def _weigh(
-  z: jax.Array,
+  psi: jax.Array,
+  steps: jax.Array,
   points: least_squares.Points,
   terms: _PriorTerms,
-  r0: jax.Array,
+  start: _Start,
+  chance: jax.Array,
 ) -> tuple[jax.Array, ...]:
-  """θ of each z, eᵀ Ω e and the chance of each ρ, log posterior of z."""
+  """Draws (R0, A) for each (log B, log C_mid), in which R is linear in them.
+
+  Returns θ, eᵀ Ω e and the chance of each ρ, and the log of the posterior of θ
+  over the density of the drawn (R0, A). The draw is a Student-t with the
+  moments of the linear problem, for Ω averaged with `chance`.
+  """
   omega = _precision(points)
-  theta = jax.vmap(_to_theta, (0, None))(z, r0)
-  quadratic = jax.vmap(_quadratic, (0, None, None))(theta, points, omega)
-  by_rho = jax.vmap(_log_likelihood, (0, None))(quadratic, omega)
-  log_prior = jax.vmap(_log_prior, (0, None))(z, terms)
-  total = jax.nn.logsumexp(by_rho, axis=1) + log_prior
-  return theta, quadratic, jax.nn.softmax(by_rho), total
+  root_w = jnp.sqrt(points.weight)
+  diagonal = omega.ends @ chance + omega.inner @ chance * omega.is_inner
+  beside = omega.beside @ chance
+
+  def one(psi: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
+    g = jax.nn.sigmoid(jnp.exp(psi[0]) * (points.log_c - psi[1]))
+    rows = jnp.stack([1 - g, g, points.y]) * root_w[None]
+    side = jnp.pad(rows, ((0, 0), (1, 1)))
+    weighted = rows * diagonal[None] + beside * (side[:, 2:] + side[:, :-2])
+    # A reduction, as many products of small matrices are slow.
+    joint = jnp.sum(rows[:, None] * weighted[None], -1)
+    normal, product = joint[:2, :2], joint[:2, 2]
+    normal += 1e-12 * jnp.trace(normal) * jnp.eye(2)
+    squares = joint[2, 2] - product @ _solve_pair(normal, product)
+    variance = jnp.maximum(squares / omega.num, _SIGMA_FLOOR**2)
+    normal = normal / variance + jnp.diag(jnp.stack([start.precision, 0.0]))
+    product = product / variance
+    product = product.at[0].add(start.precision * start.mean)
+    # Of the upper Cholesky factor: R0 by itself, then A given it.
+    own = jnp.sqrt(normal[0, 0] - normal[0, 1] ** 2 / normal[1, 1])
+    given = jnp.sqrt(normal[1, 1])
+    centre = _solve_pair(normal, product)
+    r0 = jnp.where(start.is_held, start.mean, centre[0] + step[0] / own)
+    a = centre[1] - normal[0, 1] / normal[1, 1] * (r0 - centre[0])
+    a += step[1] / given
+    theta = jnp.stack([r0, a, psi[0], psi[1]])
+    u = (a - r0) / (1 - r0)
+    valid = (u > 0) & (u < 1) & (r0 >= 0) & (r0 < 1)
+    u = jnp.where(valid, u, 0.5)
+    inside = jnp.clip(jnp.where(valid, r0, 0.5), 1e-12, 1.0)
+    z = jnp.stack([_logit(u), psi[0], psi[1], _logit(inside)])
+    quadratic = _quadratic(theta, points, omega)
+    by_rho = _log_likelihood(quadratic, omega)
+    total = jax.nn.logsumexp(by_rho) - jnp.log((1 - r0) * u * (1 - u))
+    # R0 that is held has neither prior nor density.
+    moving = jnp.log(own) + jnp.log(inside * (1 - inside))
+    prior = jnp.where(
+      start.is_held, _log_prior(z[:3], terms), _log_prior(z, terms)
+    )
+    total += prior - jnp.log(given) - jnp.where(start.is_held, 0.0, moving)
+    total = jnp.where(valid & jnp.isfinite(total), total, -jnp.inf)
+    return theta, quadratic, jax.nn.softmax(by_rho), total
+
+  return jax.vmap(one)(psi, steps)
+
+
+def _logit(p: jax.Array) -> jax.Array:
+  return jnp.log(p) - jnp.log1p(-p)
+
+
+def _solve_pair(matrix: jax.Array, vector: jax.Array) -> jax.Array:
+  (p, q), (_, r) = matrix
+  swapped = jnp.stack(
+    [r * vector[0] - q * vector[1], p * vector[1] - q * vector[0]]
+  )
+  return swapped / jnp.maximum(p * r - q * q, 1e-300)
 
 
 @functools.cache
@@ -309,22 +384,77 @@ def chi_squares(dim: int, num: int, column: int, dof: float) -> np.ndarray:
 
 
 class _Plan(NamedTuple):
-  """What all posteriors of as many coordinates are drawn with."""
+  """What all posteriors are drawn with: a column each."""
 
-  steps: np.ndarray  # [draws, coordinates]: Student-t.
-  log_density: np.ndarray  # [draws], up to a constant.
-  uniform: np.ndarray  # [draws]: picks ρ.
-  normal: np.ndarray  # [draws]: of a new evaluation.
+  steps: np.ndarray  # [draws, 2]: of (log B, log C_mid), Student-t.
+  linear: np.ndarray  # [draws, 2]: of (R0, A), Student-t.
+  linear_density: np.ndarray  # [draws]: its log, up to a constant.
+  a_density: np.ndarray  # [draws]: the same of A alone.
+  rho: np.ndarray  # [draws], uniform: picks ρ.
+  kernel: np.ndarray  # [draws]: picks a kernel of the proposal.
 
 
 @functools.cache
-def _plan(dim: int) -> _Plan:
-  plain = normals(dim + 4, NUM_DRAWS)
-  tails = chi_squares(dim + 4, NUM_DRAWS, dim, _DOF)
-  steps = plain[:, :dim] * np.sqrt(_DOF / tails)[:, None]
-  log_density = -0.5 * (_DOF + dim) * np.log1p(np.sum(steps**2, 1) / _DOF)
-  uniform = special.ndtr(plain[:, dim + 1])
-  return _Plan(steps, log_density, uniform, plain[:, -1])
+def _plan() -> _Plan:
+  plain = normals(*_PLAN)
+  tails = np.stack([chi_squares(*_PLAN, c, _DOF) for c in (4, 5)])
+  first, second = np.sqrt(_DOF / tails)[..., None]
+  linear = plain[:, 2:4] * second
+  uniform = special.ndtr(plain[:, 6:8])
+  return _Plan(
+    plain[:, :2] * first,
+    linear,
+    -0.5 * (_DOF + 2) * np.log1p(np.sum(linear**2, 1) / _DOF),
+    -0.5 * (_DOF + 1) * np.log1p(linear[:, 1] ** 2 / _DOF),
+    uniform[:, 0],
+    (uniform[:, 1] * _NUM_KERNELS).astype(int),
+  )
+
+
+class _Kernels(NamedTuple):
+  """A proposal: an even mixture of Student-t with the same spread."""
+
+  centres: np.ndarray  # [kernels, coordinates].
+  root: np.ndarray  # Of the spread.
+
+  def draw(self, plan: _Plan) -> np.ndarray:
+    centre = self.centres[plan.kernel % len(self.centres)]
+    return centre + plan.steps @ self.root.T
+
+  def log_density(self, z: np.ndarray) -> np.ndarray:
+    """Up to a constant."""
+    inverse = np.linalg.pinv(self.root)
+    away = (z @ inverse.T)[:, None] - (self.centres @ inverse.T)[None]
+    distance = np.sum(away**2, -1)
+    power = -0.5 * (_DOF + z.shape[1])
+    return np.log(np.mean((1 + distance / _DOF) ** power, 1))
+
+
+def _softmax(log_w: np.ndarray) -> np.ndarray:
+  w = np.exp(log_w - log_w.max())
+  return w / w.sum()
+
+
+def _root(matrix: np.ndarray) -> np.ndarray:
+  values, vectors = np.linalg.eigh(matrix)
+  return vectors * np.sqrt(np.maximum(values, 0.0))
+
+
+def _effective(w: np.ndarray) -> float:
+  """Number of equally weighted draws that know as much."""
+  return float(1 / np.sum(w * w))
+
+
+def _resampled(w: np.ndarray, num: int) -> np.ndarray:
+  """Systematic resampling."""
+  at = (np.arange(num) + 0.5) / num
+  return np.minimum(np.searchsorted(np.cumsum(w), at), len(w) - 1)
+
+
+def _r0_precision(r0: float | None, prior: Prior | None) -> float:
+  if r0 is None:
+    return 0.0
+  return _HELD if prior is None or not prior.r0_std else prior.r0_std**-2
 
 
 def sample(
@@ -351,43 +481,56 @@ def sample(
   terms = _prior_terms(prior, log_max, r0)
   free_r0 = r0 is None or (prior is not None and prior.r0_std > 0)
   held = theta[0]
-  z, hessian = (
+  z, hessian, rho_chance = (
     np.asarray(v) for v in _mode(theta, points, terms, free_r0=free_r0)
   )
-  dim = len(z)
-  plan = _plan(dim)
-
-  def weigh(
-    centre: np.ndarray, root: np.ndarray
-  ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
-    z = centre + plan.steps @ root.T
-    *found, total = (
-      np.asarray(v) for v in _weigh(jnp.asarray(z), points, terms, held)
-    )
-    log_w = total - plan.log_density
-    w = np.exp(log_w - log_w.max())
-    return z, tuple(found), w / w.sum()
-
+  known = _Start(
+    held if r0 is None else jnp.asarray(float(r0)),
+    jnp.asarray(_r0_precision(r0, prior)),
+    jnp.asarray(not free_r0),
+  )
+  plan = _plan()
+  linear_density = plan.linear_density if free_r0 else plan.a_density
   values, vectors = np.linalg.eigh(hessian)
   root = vectors / np.sqrt(np.maximum(values, _MIN_CURVATURE))
-  first, _, w = weigh(z, root)
-  mean = w @ first
-  spread = ((first - mean) * w[:, None]).T @ (first - mean)
-  # Few effective draws know their moments badly: keep some of the first guess.
-  trust = 1 / (1 + 20 * np.sum(w * w))
-  spread = trust * spread + (1 - trust) * root @ root.T
-  values, vectors = np.linalg.eigh(spread)
-  root = vectors * np.sqrt(1.2 * np.maximum(values, 0.0))
-  centre = trust * mean + (1 - trust) * z
-  _, (draws, quadratic, chance), w = weigh(centre, root)
-  # Systematic resampling: equally likely draws are simple to use.
-  at = (np.arange(len(w)) + 0.5) / len(w)
-  picked = np.minimum(np.searchsorted(np.cumsum(w), at), len(w) - 1)
-  rho_at = np.cumsum(chance, 1)[picked, :-1] < plan.uniform[:, None]
-  chi = chi_squares(dim + 4, NUM_DRAWS, dim + 2, float(real.sum()))
+  proposal = _Kernels(z[None, 1:3], _root((root @ root.T)[1:3, 1:3]))
+  for _ in range(_ROUNDS):
+    psi = proposal.draw(plan)
+    found = _weigh(
+      jnp.asarray(psi),
+      jnp.asarray(plan.linear),
+      points,
+      terms,
+      known,
+      jnp.asarray(rho_chance),
+    )
+    draws, quadratic, chance, total = (np.asarray(v) for v in found)
+    log_w = total - linear_density - proposal.log_density(psi)
+    if not np.isfinite(log_w).any():  # Nothing is determined at all.
+      draws, w = draws * np.nan, np.ones(len(log_w)) / len(log_w)
+      break
+    w = _softmax(log_w)
+    if _effective(w) > _EFFECTIVE * len(w):
+      break
+    # Tempered, so that a few heavy draws do not make the next proposal.
+    power = 1.0
+    while (
+      _effective(_softmax(power * log_w)) < _MIN_EFFECTIVE * len(w)
+      and power > _MIN_POWER
+    ):
+      power *= 0.7
+    tempered = _softmax(power * log_w)
+    mean = tempered @ psi
+    spread = ((psi - mean) * tempered[:, None]).T @ (psi - mean)
+    # A mixture around what was found bends as a posterior does that is long.
+    centres = psi[_resampled(tempered, _NUM_KERNELS)]
+    proposal = _Kernels(centres, _KERNEL_WIDTH * _root(spread))
+  picked = _resampled(w, len(w))  # Equally likely draws are simple to use.
+  rho_at = np.cumsum(chance, 1)[picked, :-1] < plan.rho[:, None]
+  chi = chi_squares(*_PLAN, 8, float(real.sum()))
   sigma = np.sqrt(quadratic[picked, rho_at.sum(1)] / chi)
   start = special.expit(z[3]) if free_r0 else float(held)
   a = start + (1 - start) * special.expit(z[0])
   mode = np.array([start, a, z[1], z[2]])
   rho = float(w @ chance @ np.array(_RHO))
-  return Posterior(mode, draws[picked], sigma * plan.normal, rho)
+  return Posterior(mode, draws[picked], sigma, rho)

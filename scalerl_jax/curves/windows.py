@@ -101,6 +101,7 @@ def window_sensitivity(
   pass_rate: Sequence[float] | np.ndarray,
   *,
   windows: Sequence[tuple[float, float]],
+  weights: Sequence[float] | np.ndarray | None = None,
   **fit_args: Any,
 ) -> tuple[WindowFit, ...]:
   """Fits several windows of the same run, as arXiv:2510.13786, A.7.
@@ -109,6 +110,7 @@ def window_sensitivity(
     compute: As for `fit`.
     pass_rate: As for `fit`.
     windows: (smallest, largest) compute of each.
+    weights: As for `fit`.
     **fit_args: More arguments of `fit`, but for `min_compute`.
 
   Returns:
@@ -124,7 +126,8 @@ def window_sensitivity(
     kept = (x >= low) & (x <= high)
     if not kept.any():
       raise ValueError(f'the window {low} to {high} holds no point')
-    got = fitting.fit(x[kept], y[kept], **fit_args)
+    w = None if weights is None else np.asarray(weights)[kept]
+    got = fitting.fit(x[kept], y[kept], weights=w, **fit_args)
     found.append(
       WindowFit(
         low, high, got.num_points, got.params, got.intervals, got.identifiable

@@ -42,6 +42,19 @@ def test_intervals_widen_with_level_and_for_an_observation():
   assert (widths[1] < widths[2]).all()
 
 
+@pytest.mark.parametrize('series', ['recipe_scalerl', 'recipe_minimax'])
+def test_an_observation_is_never_surer_than_the_curve(series):
+  x, y = paper_data.points(series)
+  result = curves.fit(x[x <= 8000], y[x <= 8000])
+  at = np.geomspace(1e3, 3e4, 30)
+  curve, seen = (
+    curves.forecast(result, at, of=o) for o in ('curve', 'observation')
+  )
+  # Noise hardly moves the long tail of a posterior; draws have an error.
+  assert (seen.low < curve.low + 1e-3).all()
+  assert (seen.high > curve.high - 1e-3).all()
+
+
 def test_forecast_beyond_the_data_covers_the_truth():
   target = paper_data.law(np.array([1e5]), *_TRUTH)[0]
   found = [curves.forecast(_noisy_fit(seed), [1e5]) for seed in range(100)]

@@ -51,6 +51,18 @@ def test_sensitivity_is_the_fit_of_each_window():
     assert window.params.a == pytest.approx(0.645, abs=0.015)
 
 
+def test_weights_go_with_their_points():
+  x, y = paper_data.points('batch_2048')
+  w = np.linspace(1.0, 2.0, len(x))
+  (got,) = curves.window_sensitivity(
+    x, y, windows=[(1500.0, 5e4)], r0=0.4, weights=w
+  )
+  kept = (x >= 1500) & (x <= 5e4)
+  assert (
+    got.params == curves.fit(x[kept], y[kept], r0=0.4, weights=w[kept]).params
+  )
+
+
 def test_empty_window_is_refused():
   x, y = paper_data.points('batch_2048')
   with pytest.raises(ValueError, match='holds no point'):
