@@ -14,6 +14,7 @@ import numpy as np
 from scipy import special
 from scipy import stats
 
+from scalerl_jax.curves import importance
 from scalerl_jax.curves import law
 from scalerl_jax.curves import least_squares
 from scalerl_jax.curves import posterior
@@ -118,6 +119,8 @@ def fit(
     raise ValueError(f'method={method!r} must be one of {METHODS}')
   if r0 is not None and not 0 <= r0 < 1:
     raise ValueError(f'r0={r0} must be in [0, 1)')
+  if prior is not None:
+    posterior.check(prior)
   if method == 'paper_grid' and r0 is None:
     raise ValueError('paper_grid needs r0, the pass rate at zero compute')
   scale = scale_of(x)
@@ -378,14 +381,14 @@ def _linearised(
   free = [0, 1, 2, 3] if free_r0 else [1, 2, 3]
   dof = len(x) - len(free)
   normal = (rows[free] * w) @ rows[free].T
-  num = posterior.NUM_DRAWS
+  num = importance.NUM_DRAWS
   draws = np.tile(theta, (num, 1))
   if dof <= 0 or not np.linalg.cond(normal) < 1e14:
     return draws * np.nan, np.full(num, np.nan)
   residual = p.r0 + (p.a - p.r0) * gained - y
   size = (len(free) + 1, num)
-  plain = posterior.normals(*size)
-  chi = posterior.chi_squares(*size, len(free), float(dof))
+  plain = importance.normals(*size)
+  chi = importance.chi_squares(*size, len(free), float(dof))
   sigma = np.sqrt(np.sum(w * residual**2) / chi)
   root = np.linalg.cholesky(np.linalg.inv(normal))
   draws[:, free] += sigma[:, None] * (plain[:, : len(free)] @ root.T)

@@ -3,11 +3,9 @@
     yᵢ = R(Cᵢ) + eᵢ,   eᵢ ~ N(0, σ²/wᵢ),   corr(eᵢ, eⱼ) = ρ^|i - j|
 
 σ and ρ are integrated out, the first in closed form and the second over a
-grid. The mode is found by damped Gauss-Newton steps; importance sampling
-gives draws, from a Student-t around it and, where that is a bad proposal, from
-mixtures around the draws of the round before (population Monte Carlo).
-Low-discrepancy points stand in for random ones, so that the same data give the
-same draws.
+grid. The mode is found by damped Gauss-Newton steps. Given B and C_mid the law
+is linear in R0 and A, which are drawn from that linear problem, so that only
+(log B, log C_mid) need importance sampling.
 """
 
 import functools
@@ -18,20 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import special
-from scipy.stats import qmc
 
+from scalerl_jax.curves import importance
 from scalerl_jax.curves import least_squares
 
-NUM_DRAWS = 1024
-_ROUNDS = 6
-_EFFECTIVE = 0.5  # Part of the draws; as many are enough.
-_MIN_EFFECTIVE = 0.1
-_MIN_POWER = 0.01  # Most draws may be outside of what is possible.
 _HELD = 1e20  # The precision of what is exact.
-_PLAN = (9, NUM_DRAWS)
-_NUM_KERNELS = 64
-_KERNEL_WIDTH = 0.7
-_DOF = 5.0  # Of the proposal: tails heavier than the posterior's.
 # Evaluations of a run are correlated. Without negative values independent ones
 # would seem so too, as half of all samples of them are.
 _RHO = (-0.2, 0.0, 0.2, 0.4, 0.6, 0.8)
@@ -69,6 +58,22 @@ class Prior(NamedTuple):
 
 
 DEFAULT_PRIOR = Prior()
+
+
+def check(prior: Prior) -> None:
+  """Refuses a prior that is none.
+
+  Args:
+    prior: The prior.
+
+  Raises:
+    ValueError: A value that is not finite, or a shape or spread that is not
+      positive (`r0_std` may be 0).
+  """
+  for name, value in prior._asdict().items():
+    free = name == 'log_b_mean' or (name == 'r0_std' and value == 0)
+    if not np.isfinite(value) or not (free or value > 0):
+      raise ValueError(f'prior.{name}={value} must be positive and finite')
 
 
 class Posterior(NamedTuple):
@@ -350,107 +355,6 @@ def _solve_pair(matrix: jax.Array, vector: jax.Array) -> jax.Array:
   return swapped / jnp.maximum(p * r - q * q, 1e-300)
 
 
-@functools.cache
-def normals(dim: int, num: int) -> np.ndarray:
-  """Low-discrepancy points as standard normals.
-
-  Args:
-    dim: Dimensions.
-    num: Points.
-
-  Returns:
-    [num, dim], the same at each call.
-  """
-  # The first point of the sequence is a corner.
-  cells = qmc.Sobol(dim, scramble=False).random(2 * num)[1 : num + 1]
-  return special.ndtri(np.clip(cells, 1e-9, 1 - 1e-9))
-
-
-@functools.cache
-def chi_squares(dim: int, num: int, column: int, dof: float) -> np.ndarray:
-  """A column of `normals` as χ².
-
-  Args:
-    dim: As for `normals`.
-    num: As for `normals`.
-    column: Which.
-    dof: Degrees of freedom.
-
-  Returns:
-    [num].
-  """
-  cells = special.ndtr(normals(dim, num)[:, column])
-  return 2 * special.gammaincinv(dof / 2, cells)
-
-
-class _Plan(NamedTuple):
-  """What all posteriors are drawn with: a column each."""
-
-  steps: np.ndarray  # [draws, 2]: of (log B, log C_mid), Student-t.
-  linear: np.ndarray  # [draws, 2]: of (R0, A), Student-t.
-  linear_density: np.ndarray  # [draws]: its log, up to a constant.
-  a_density: np.ndarray  # [draws]: the same of A alone.
-  rho: np.ndarray  # [draws], uniform: picks ρ.
-  kernel: np.ndarray  # [draws]: picks a kernel of the proposal.
-
-
-@functools.cache
-def _plan() -> _Plan:
-  plain = normals(*_PLAN)
-  tails = np.stack([chi_squares(*_PLAN, c, _DOF) for c in (4, 5)])
-  first, second = np.sqrt(_DOF / tails)[..., None]
-  linear = plain[:, 2:4] * second
-  uniform = special.ndtr(plain[:, 6:8])
-  return _Plan(
-    plain[:, :2] * first,
-    linear,
-    -0.5 * (_DOF + 2) * np.log1p(np.sum(linear**2, 1) / _DOF),
-    -0.5 * (_DOF + 1) * np.log1p(linear[:, 1] ** 2 / _DOF),
-    uniform[:, 0],
-    (uniform[:, 1] * _NUM_KERNELS).astype(int),
-  )
-
-
-class _Kernels(NamedTuple):
-  """A proposal: an even mixture of Student-t with the same spread."""
-
-  centres: np.ndarray  # [kernels, coordinates].
-  root: np.ndarray  # Of the spread.
-
-  def draw(self, plan: _Plan) -> np.ndarray:
-    centre = self.centres[plan.kernel % len(self.centres)]
-    return centre + plan.steps @ self.root.T
-
-  def log_density(self, z: np.ndarray) -> np.ndarray:
-    """Up to a constant."""
-    inverse = np.linalg.pinv(self.root)
-    away = (z @ inverse.T)[:, None] - (self.centres @ inverse.T)[None]
-    distance = np.sum(away**2, -1)
-    power = -0.5 * (_DOF + z.shape[1])
-    return np.log(np.mean((1 + distance / _DOF) ** power, 1))
-
-
-def _softmax(log_w: np.ndarray) -> np.ndarray:
-  w = np.exp(log_w - log_w.max())
-  return w / w.sum()
-
-
-def _root(matrix: np.ndarray) -> np.ndarray:
-  values, vectors = np.linalg.eigh(matrix)
-  return vectors * np.sqrt(np.maximum(values, 0.0))
-
-
-def _effective(w: np.ndarray) -> float:
-  """Number of equally weighted draws that know as much."""
-  return float(1 / np.sum(w * w))
-
-
-def _resampled(w: np.ndarray, num: int) -> np.ndarray:
-  """Systematic resampling."""
-  at = (np.arange(num) + 0.5) / num
-  return np.minimum(np.searchsorted(np.cumsum(w), at), len(w) - 1)
-
-
 def _r0_precision(r0: float | None, prior: Prior | None) -> float:
   if r0 is None:
     return 0.0
@@ -489,46 +393,29 @@ def sample(
     jnp.asarray(_r0_precision(r0, prior)),
     jnp.asarray(not free_r0),
   )
-  plan = _plan()
-  linear_density = plan.linear_density if free_r0 else plan.a_density
-  values, vectors = np.linalg.eigh(hessian)
-  root = vectors / np.sqrt(np.maximum(values, _MIN_CURVATURE))
-  proposal = _Kernels(z[None, 1:3], _root((root @ root.T)[1:3, 1:3]))
-  for _ in range(_ROUNDS):
-    psi = proposal.draw(plan)
-    found = _weigh(
+  linear = importance.linear_steps()
+  density = linear.both_density if free_r0 else linear.second_density
+
+  def weigh(psi: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    *drawn, total = _weigh(
       jnp.asarray(psi),
-      jnp.asarray(plan.linear),
+      jnp.asarray(linear.steps),
       points,
       terms,
       known,
       jnp.asarray(rho_chance),
     )
-    draws, quadratic, chance, total = (np.asarray(v) for v in found)
-    log_w = total - linear_density - proposal.log_density(psi)
-    if not np.isfinite(log_w).any():  # Nothing is determined at all.
-      draws, w = draws * np.nan, np.ones(len(log_w)) / len(log_w)
-      break
-    w = _softmax(log_w)
-    if _effective(w) > _EFFECTIVE * len(w):
-      break
-    # Tempered, so that a few heavy draws do not make the next proposal.
-    power = 1.0
-    while (
-      _effective(_softmax(power * log_w)) < _MIN_EFFECTIVE * len(w)
-      and power > _MIN_POWER
-    ):
-      power *= 0.7
-    tempered = _softmax(power * log_w)
-    mean = tempered @ psi
-    spread = ((psi - mean) * tempered[:, None]).T @ (psi - mean)
-    # A mixture around what was found bends as a posterior does that is long.
-    centres = psi[_resampled(tempered, _NUM_KERNELS)]
-    proposal = _Kernels(centres, _KERNEL_WIDTH * _root(spread))
-  picked = _resampled(w, len(w))  # Equally likely draws are simple to use.
-  rho_at = np.cumsum(chance, 1)[picked, :-1] < plan.rho[:, None]
-  chi = chi_squares(*_PLAN, 8, float(real.sum()))
-  sigma = np.sqrt(quadratic[picked, rho_at.sum(1)] / chi)
+    return np.asarray(total) - density, tuple(np.asarray(v) for v in drawn)
+
+  values, vectors = np.linalg.eigh(hessian)
+  root = vectors / np.sqrt(np.maximum(values, _MIN_CURVATURE))
+  w, (draws, quadratic, chance) = importance.sample(
+    weigh, z[1:3], (root @ root.T)[1:3, 1:3]
+  )
+  picked = importance.resample(w, len(w))  # Equal weights are simple to use.
+  uniform, chi = importance.noise_columns(float(real.sum()))
+  which = np.sum(np.cumsum(chance, 1)[picked, :-1] < uniform[:, None], 1)
+  sigma = np.sqrt(quadratic[picked, which] / chi)
   start = special.expit(z[3]) if free_r0 else float(held)
   a = start + (1 - start) * special.expit(z[0])
   mode = np.array([start, a, z[1], z[2]])

@@ -394,6 +394,8 @@ def test_exactly_four_points_are_too_few_even_without_noise():
     ),
     ({'r0': 1.5}, 'r0=1.5'),
     ({'method': 'guess'}, "method='guess'"),
+    ({'prior': curves.Prior(log_b_std=0.0)}, 'prior.log_b_std=0.0'),
+    ({'prior': curves.Prior(r0_std=-1.0)}, 'prior.r0_std=-1.0'),
     ({'method': 'paper_grid'}, 'needs r0'),
   ],
 )
