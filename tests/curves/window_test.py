@@ -27,6 +27,19 @@ def test_a_run_that_follows_the_law_is_left_whole():
   assert np.mean(np.array(found) > 0) <= 0.03
 
 
+def test_autocorrelated_noise_is_no_early_regime():
+  found = []
+  for seed in range(60):
+    rng = np.random.default_rng(seed)
+    white = rng.standard_normal(len(_X))
+    red = np.zeros(len(_X))
+    for i in range(len(_X)):
+      red[i] = 0.7 * red[i - 1] + white[i]
+    y = paper_data.law(_X, 0.3, 0.7, 1.5, 5e3) + 0.004 * red
+    found.append(curves.window_start(_X, y, r0=0.3))
+  assert np.mean(np.array(found) > 0) <= 0.15
+
+
 @pytest.mark.parametrize('r0', [None, 0.3])
 def test_short_runs_are_left_whole(r0):
   assert curves.window_start(_X[:8], _run(0)[:8], r0=r0) == 0.0
