@@ -34,10 +34,11 @@ def test_autocorrelated_noise_is_no_early_regime():
     white = rng.standard_normal(len(_X))
     red = np.zeros(len(_X))
     for i in range(len(_X)):
-      red[i] = 0.7 * red[i - 1] + white[i]
+      red[i] = 0.85 * red[i - 1] + white[i]
     y = paper_data.law(_X, 0.3, 0.7, 1.5, 5e3) + 0.004 * red
     found.append(curves.window_start(_X, y, r0=0.3))
-  assert np.mean(np.array(found) > 0) <= 0.15
+  # Without regard to the correlation it is 18 %.
+  assert np.mean(np.array(found) > 0) <= 0.05
 
 
 @pytest.mark.parametrize('r0', [None, 0.3])
