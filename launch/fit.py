@@ -50,6 +50,7 @@ from typing import Any
 
 from absl import flags
 
+from scalerl_jax import compilation
 from scalerl_jax import logs
 from scalerl_jax.reporting import curve_summary
 
@@ -150,6 +151,7 @@ def _summarize(
     x = f'device-hours of {x}'
   elif values.compute_per_step is not None:
     x = f'{x} x {values.compute_per_step:g}'
+  compilation.use_cache(min_seconds=0.0)  # A fit is many small programs.
   runs = [curve_summary.Run(*curve[:4]) for curve in found]
   return curve_summary.summarize(runs, options, x=x, y=y, notes=notes)
 

@@ -10,14 +10,13 @@ way with one line and exit code 1.
 from collections.abc import Sequence
 import json
 import logging
-import os
 import pathlib
 import sys
 
 from absl import flags
-import jax
 from ml_collections import config_flags
 
+from scalerl_jax import compilation
 from scalerl_jax import config as config_lib
 from scalerl_jax import data
 
@@ -60,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
       print(json.dumps(config_lib.to_dict(run_config), indent=2))
       print(f'would run in {workdir}')
       return 0
-    _use_compilation_cache()
+    compilation.use_cache()
     # Not before the config is known to be right: it imports everything.
     from scalerl_jax import build
 
@@ -125,13 +124,6 @@ def _check_data(run_config: config_lib.RunConfig) -> None:
       )
   if len(found) == 2:
     data.check_disjoint(*found)
-
-
-def _use_compilation_cache() -> None:
-  if jax.config.jax_compilation_cache_dir is None:
-    root = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-    path = pathlib.Path(root) / 'scalerl_jax' / 'compilation'
-    jax.config.update('jax_compilation_cache_dir', str(path))
 
 
 def _one_line(error: Exception) -> str:

@@ -36,6 +36,7 @@ _LAYERS = {
   'logs': 4,
   'reporting': 4,
   'pipeline': 5,
+  'compilation': 6,
   'config': 6,
   'build': 6,
 }
