@@ -147,10 +147,6 @@ def _summarize(
   )
   if ', ' in x:
     notes.append(f'{x}: runs can be compared only if these are in one unit')
-  if values.devices is not None:
-    x = f'device-hours of {x}'
-  elif values.compute_per_step is not None:
-    x = f'{x} x {values.compute_per_step:g}'
   compilation.use_cache(min_seconds=0.0)  # A fit is many small programs.
   runs = [curve_summary.Run(*curve[:4]) for curve in found]
   return curve_summary.summarize(runs, options, x=x, y=y, notes=notes)

@@ -37,7 +37,7 @@ class Curve(NamedTuple):
   compute: np.ndarray  # float64, not negative, ascending; may repeat.
   pass_rate: np.ndarray  # float64, in [0, 1].
   stderr: np.ndarray | None  # Of the pass rate; NaN where it is not known.
-  x: str  # Column of the compute.
+  x: str  # What the compute is: its column, and how that was converted.
   y: str  # Column of the pass rate.
 
 
@@ -123,7 +123,7 @@ def curves(
   if stderr:
     errors = _numbers(table, stderr, tally, percent=options.percent)
     _refuse(table, stderr, errors, errors < 0, 'must not be negative')
-  factor, conversion = _factor(table, x, options)
+  factor, label, conversion = _factor(table, x, options)
   tally.add(f'rows without {x!r} dropped', np.isnan(xs))
   tally.add(f'rows without {y!r} dropped', ~np.isnan(xs) & np.isnan(ys))
   made, hints = [], []
@@ -139,7 +139,7 @@ def curves(
       hints += _hint_groups(table, {x, y, stderr}, kept, xs)
     known = not np.isnan(errors[kept]).all()
     points = (xs[kept] * factor, ys[kept], errors[kept] if known else None)
-    made.append(Curve(name or table.name, *points, x, y))
+    made.append(Curve(name or table.name, *points, label, y))
   if not made:
     raise tables.NoCurveError(
       f'{table.source}: no row has both {x!r} and {y!r}; choose with x (--x)'
@@ -217,8 +217,8 @@ def _pick_groups(table: tables.Table, group: str | None) -> list[str]:
 
 def _factor(
   table: tables.Table, x: str, options: Options
-) -> tuple[float, list[str]]:
-  """What x is multiplied by, and the note that says so."""
+) -> tuple[float, str, list[str]]:
+  """What x is multiplied by, what that is, and the note that says so."""
   devices, per_step = options.devices, options.compute_per_step
   for field, value, others in (
     ('devices', devices, (*_COMPUTE, *_STEPS)),
@@ -230,14 +230,16 @@ def _factor(
         ' out or choose another x (--x)'
       )
   if per_step is not None:
-    return per_step, [f'{table.source}: {x!r} multiplied by {per_step:g}']
+    note = f'{table.source}: {x!r} multiplied by {per_step:g}'
+    return per_step, f'{x} x {per_step:g}', [note]
   if devices is None and x not in _TIMES:
-    return 1.0, []
+    return 1.0, x, []
+  label = f'{"hours" if devices is None else "device-hours"} of {x}'
   unit = 'hours' if devices is None else f'device-hours on {devices:g} devices'
   is_hours = 'hour' in x.lower()
   found = 'hours' if is_hours else 'seconds'
   note = f'{table.source}: {x!r} converted from {found} to {unit}'
-  return (devices or 1.0) / (1 if is_hours else 3600), [note]
+  return (devices or 1.0) / (1 if is_hours else 3600), label, [note]
 
 
 def _numbers(

@@ -51,19 +51,23 @@ def points(curve):
 @pytest.mark.parametrize('tensor', [False, True])
 def test_scalars_against_each_axis(tmp_path, tensor):
   write(tmp_path / 'run', _RUN, tensor=tensor)
-  for options, expected in (
-    ({}, [1, 3]),
-    ({'x': 'step'}, [1, 3]),
-    ({'x': 'wall_time'}, [1, 3]),
-    ({'x': 'wall_time', 'devices': 8.0}, [8, 24]),
-    ({'devices': 8.0}, [8, 24]),
-    ({'compute_per_step': 1e18}, [1e18, 3e18]),
-    ({'x': 'tokens'}, [100, 300]),
+  for options, expected, label in (
+    ({}, [1, 3], 'step'),
+    ({'x': 'step'}, [1, 3], 'step'),
+    ({'x': 'wall_time'}, [1, 3], 'hours of wall_time'),
+    (
+      {'x': 'wall_time', 'devices': 8.0},
+      [8, 24],
+      'device-hours of wall_time',
+    ),
+    ({'devices': 8.0}, [8, 24], 'device-hours of wall_time'),
+    ({'compute_per_step': 1e18}, [1e18, 3e18], 'step x 1e+18'),
+    ({'x': 'tokens'}, [100, 300], 'tokens'),
   ):
     (curve,), notes = logs.read(tmp_path / 'run', y='val/acc', **options)
     assert curve.compute.tolist() == pytest.approx(expected)
     assert curve.pass_rate.tolist() == [0.25, 0.5]
-    assert curve.name == 'run'
+    assert (curve.name, curve.x) == ('run', label)
     assert bool(notes) == (
       len(options) > 0 and options.get('x') not in ('step', 'tokens')
     )
