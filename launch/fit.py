@@ -43,6 +43,7 @@ others.
 
 from collections.abc import Sequence
 import importlib.util
+import io
 import json
 import pathlib
 import sys
@@ -74,18 +75,19 @@ def main(argv: Sequence[str]) -> int:
     document = _summarize(files, values)
   except ValueError as error:
     return _fail(error, 2)
-  if values.json:
-    for note in document['notes']:
-      print(f'note: {note}', file=sys.stderr)
-    print(json.dumps(document, indent=2, allow_nan=False))
-  else:
-    print(curve_summary.to_text(document), end='')
+  code = 0
   if values.out is not None:
     try:
       _write(pathlib.Path(values.out), document)
     except OSError as error:
-      return _fail(f'--out={values.out}: cannot be written: {error}', 1)
-  return 0
+      code = _fail(f'--out={values.out}: cannot be written: {error}', 1)
+  try:
+    _print(document, as_json=values.json)
+  except OSError as error:
+    # What is left in its buffer would be written at exit, in vain again.
+    sys.stdout = io.StringIO()
+    code = _fail(f'the output cannot be written: {error.strerror}', 1)
+  return code
 
 
 def _parse_flags(
@@ -161,6 +163,17 @@ def _value(name: str, text: str | None, words: Sequence[str]) -> Any:
     raise ValueError(
       f'{name}={text!r} must be a number or {" or ".join(words)}'
     ) from None
+
+
+def _print(document: dict[str, Any], *, as_json: bool) -> None:
+  if as_json:
+    for note in document['notes']:
+      print(f'note: {note}', file=sys.stderr)
+    print(json.dumps(document, indent=2, allow_nan=False), flush=True)
+    return
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors='replace')  # Names may hold any character.
+  print(curve_summary.to_text(document), end='', flush=True)
 
 
 def _write(out: pathlib.Path, document: dict[str, Any]) -> None:

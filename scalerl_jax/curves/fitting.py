@@ -29,6 +29,10 @@ _MIN_BEND = 1.6
 _MIN_BENT_CHANCE = 0.8
 _MAX_WIDTH = 0.25  # Of the interval of A.
 _MIN_POINTS = 5  # One more than the parameters.
+# Neighbouring residuals of correlated noise differ by √(1 - ρ) of their size;
+# those of a curve that goes elsewhere than the evaluations differ by less.
+_MAX_CORRELATION = 0.9
+_MIN_MISFIT = 0.01  # Of the pass rate: less does no harm.
 _GRID_MIDS = 400
 _OUTLIER = 3.0  # Standard deviations beyond which a residual counts linearly.
 _REWEIGHTINGS = 3
@@ -322,7 +326,10 @@ def _on_grid(
   a = np.asarray(grid.a, np.float64)
   a = a[(a > float(r0)) & (a <= 1)]
   if not len(a):
-    raise ValueError(f'grid.a={grid.a} must hold a ceiling in (r0={r0}, 1]')
+    ends = f'{min(grid.a)} to {max(grid.a)}' if grid.a else 'empty'
+    raise ValueError(
+      f'grid.a ({ends}) must hold a ceiling in (r0, 1] = ({r0:g}, 1]'
+    )
   if grid.c_mid is None:
     low, high = (float(v) for v in least_squares.log_range(pts))
     log_c = np.linspace(low - np.log(4), high + np.log(4), _GRID_MIDS)
@@ -422,16 +429,32 @@ def _residual_std(
   return float(np.sqrt(np.sum(w * residual**2) / dof)) if dof > 0 else np.nan
 
 
+def _misfit(result: SigmoidFit) -> float:
+  """Root mean square of residuals that are no noise; else 0."""
+  x, y, w = result.points
+  residual = np.sqrt(w / w.mean()) * (law.evaluate(x, result.params) - y)
+  square = float(np.mean(residual**2))
+  beside = float(np.mean(np.diff(residual) ** 2)) / 2
+  is_noise = beside > (1 - _MAX_CORRELATION) * square
+  return 0.0 if is_noise or square < _MIN_MISFIT**2 else square**0.5
+
+
 def _warnings(result: SigmoidFit) -> tuple[str, ...]:
   x, y, _ = result.points
   if len(x) < _MIN_POINTS:
-    return (f'{len(x)} evaluations are too few to fit this curve',)
+    return (f'only {len(x)} of the {_MIN_POINTS} evaluations that a fit needs',)
   if np.ptp(y) == 0:
     return ('the pass rate did not change',)
   ranks = np.stack([stats.rankdata(x), stats.rankdata(y)])
   if np.ptp(x) == 0 or np.cov(ranks)[0, 1] <= 0:
     return ('the pass rate does not rise with compute',)
   found = []
+  if misfit := _misfit(result):
+    found.append(
+      f'the curve misses the evaluations by {misfit:.2g}, and neighbours on the'
+      ' same side: they do not follow the law, or R0 ='
+      f' {result.params.r0:.2g} is wrong'
+    )
   reached = result.max_compute / result.params.c_mid
   # Draws that are not finite are no reason to believe in a bend.
   bent = np.mean(result.max_compute > _MIN_BEND * result.draws.c_mid)

@@ -11,6 +11,7 @@ from scalerl_jax.curves import law
 
 OF = ('curve', 'observation')
 _FAIL = 0.1
+_BLOCK = 512  # Points whose draws are in memory together.
 # A normal by its quantiles, which leave less to chance than draws would.
 _NORMAL = stats.norm.ppf((np.arange(16) + 0.5) / 16)
 _NORMAL /= _NORMAL.std()
@@ -80,14 +81,9 @@ def forecast(
   if not (x >= 0).all():
     raise ValueError(f'compute={compute} must not be negative')
   mean = law.evaluate(x, fit.params)
-  curves = _draws_at(fit, x)
-  if of == 'observation':
-    noise = _NORMAL[:, None] * fit.noise_std[None]
-    curves = (curves[None] + noise[..., None]).reshape(-1, len(x))
-  if not np.isfinite(curves).all():
-    return Forecast(mean, np.zeros_like(mean), np.ones_like(mean))
-  tails = [0.5 - level / 2, 0.5 + level / 2]
-  low, high = np.clip(np.quantile(curves, tails, axis=0), 0.0, 1.0)
+  blocks = range(0, max(len(x), 1), _BLOCK)
+  bounds = [_bounds(fit, x[i : i + _BLOCK], level, of) for i in blocks]
+  low, high = np.concatenate(bounds, axis=1)
   # The mode of a skewed posterior can lie outside a narrow interval.
   return Forecast(mean, np.minimum(low, mean), np.maximum(high, mean))
 
@@ -180,6 +176,20 @@ def verdict(
     cost=cost,
     gain_per_cost=gain / cost if cost else None,
   )
+
+
+def _bounds(
+  fit: fitting.SigmoidFit, x: np.ndarray, level: float, of: str
+) -> np.ndarray:
+  """[2, compute]: quantiles of the draws, in [0, 1]."""
+  curves = np.ascontiguousarray(_draws_at(fit, x).T)
+  if of == 'observation':
+    noise = _NORMAL[:, None] * fit.noise_std[None]
+    curves = (curves[:, None] + noise).reshape(len(x), noise.size)
+  if not np.isfinite(curves).all():
+    return np.repeat([[0.0], [1.0]], len(x), axis=1)
+  tails = [0.5 - level / 2, 0.5 + level / 2]
+  return np.clip(np.quantile(curves, tails, axis=1), 0.0, 1.0)
 
 
 def _draws_at(fit: fitting.SigmoidFit, compute: np.ndarray) -> np.ndarray:

@@ -47,21 +47,24 @@ def fit_power_law(
   x, y = x[x > 0], y[x > 0]
   if len(x) < 4:
     raise ValueError(f'{len(x)} points with positive compute; 4 are needed')
-  scale = float(np.exp(np.mean(np.log(x))))
+  # Of the smallest, so that no power overflows.
+  log_x = np.log(x) - np.log(x[0])
   low, high = np.log(0.01), np.log(10.0)
   for _ in range(8):
     grid = np.linspace(low, high, 41)
-    best = int(np.argmin([_solve(x / scale, y, np.exp(g))[2] for g in grid]))
+    best = int(np.argmin([_solve(log_x, y, np.exp(g))[2] for g in grid]))
     low, high = grid[max(best - 1, 0)], grid[min(best + 1, 40)]
   b = float(np.exp((low + high) / 2))
-  a, d, loss = _solve(x / scale, y, b)
-  return PowerLawFit(a, d * scale**b, b, (loss / (len(x) - 3)) ** 0.5, len(x))
+  a, d, loss = _solve(log_x, y, b)
+  with np.errstate(over='ignore'):
+    d *= float(np.exp(b * np.log(x[0])))
+  return PowerLawFit(a, d, b, (loss / (len(x) - 3)) ** 0.5, len(x))
 
 
 def _solve(
-  x: np.ndarray, y: np.ndarray, b: float
+  log_x: np.ndarray, y: np.ndarray, b: float
 ) -> tuple[float, float, float]:
-  falling = x**-b
+  falling = np.exp(-b * log_x)
   centred = falling - falling.mean()
   d = -float(centred @ y) / max(float(centred @ centred), 1e-300)
   a = float(y.mean()) + d * float(falling.mean())

@@ -17,6 +17,7 @@ from scalerl_jax.reporting import writers
 _MARKERS = {'early': 'x', 'fitted': 'o', 'held out': 'D'}
 _MAX_NAME = 40  # Characters of a legend.
 _CYCLE = 10  # Colours that are told apart.
+_MAX_VECTORS = 2000  # Points; more are drawn as pixels, also in the page.
 
 
 def write(out: pathlib.Path, document: Mapping[str, Any]) -> None:
@@ -110,7 +111,10 @@ def _run_figure(
     residual = (points['pass_rate'] - points['predicted'])[is_role]
     face = 'C0' if role == 'fitted' else 'none'
     compute = points['compute'][is_role]
-    axes.plot(compute, residual, marker, color='C0', mfc=face, ms=4)
+    many = len(compute) > _MAX_VECTORS
+    axes.plot(
+      compute, residual, marker, color='C0', mfc=face, ms=4, rasterized=many
+    )
   axes.axhline(0, color='0.4', linewidth=1)
   _label_axes(axes, [run], document, log=True)
   axes.set_ylabel('evaluation - fit')
@@ -139,6 +143,7 @@ def _draw(
         markersize=4,
         elinewidth=0.8,
         label=role if observations else None,
+        rasterized=is_role.sum() > _MAX_VECTORS,
       )
   style = '-' if run['identifiable'] else '--'
   axes.plot(band['compute'], band['mean'], style, color=color, label=label)

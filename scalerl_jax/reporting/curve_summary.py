@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scalerl_jax import curves
+from scalerl_jax.curves import law
 from scalerl_jax.reporting import pages
 from scalerl_jax.reporting import writers
 
@@ -170,9 +171,9 @@ def _summarize_run(
   if not fitted.any():
     raise ValueError(f'min_compute={start:g} leaves nothing to fit')
   fit = curves.fit(x[fitted], y[fitted], r0=r0, method=options.method)
-  seen = curves.forecast(fit, x, of='observation')
-  inside = (y >= seen.low) & (y <= seen.high)
-  held = np.stack([seen.mean - y, inside])[:, ~early]
+  seen = curves.forecast(fit, x[~early], of='observation')
+  inside = (y[~early] >= seen.low) & (y[~early] <= seen.high)
+  held = np.stack([seen.mean - y[~early], inside])
   horizon = options.budget or _FORECAST_MULTIPLE * float(x[-1])
   grid = np.geomspace(x[x > 0].min(), max(horizon, x[-1]), _GRID)
   others = np.quantile(x[early], (0.0, *_QUANTILES), method='lower')
@@ -199,7 +200,7 @@ def _summarize_run(
       'compute': x,
       'pass_rate': y,
       'stderr': None if run.stderr is None else run.stderr[order],
-      'predicted': seen.mean,
+      'predicted': law.evaluate(x, fit.params),
       'role': np.where(fitted, 'fitted', np.where(early, 'early', 'held out')),
     },
   }

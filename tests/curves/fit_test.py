@@ -343,7 +343,7 @@ def test_malformed_bootstrap_is_refused(changed, message):
 @pytest.mark.parametrize(
   ('compute', 'pass_rate', 'warning'),
   [
-    ([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.35], 'too few'),
+    ([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.35], 'of the 5'),
     (range(1, 9), [0.3] * 8, 'did not change'),
     (range(1, 9), np.linspace(0.5, 0.1, 8), 'does not rise'),
     ([5.0] * 8, np.linspace(0.1, 0.5, 8), 'does not rise'),
@@ -365,7 +365,7 @@ def test_data_that_cannot_determine_a_curve_is_said_so(
 def test_one_or_two_points_give_a_result_that_says_so(method, num):
   got = curves.fit([1.0, 2.0][:num], [0.1, 0.2][:num], r0=0.05, method=method)
   assert not got.identifiable
-  assert got.warnings == (f'{num} evaluations are too few to fit this curve',)
+  assert got.warnings == (f'only {num} of the 5 evaluations that a fit needs',)
   json.dumps(curves.as_dict(got), allow_nan=False)
 
 
@@ -388,6 +388,16 @@ def test_reason_says_how_far_the_curve_has_come():
   got = curves.fit(x, y, r0=0.3)
   reached = 800.0 / got.params.c_mid
   assert f'compute so far is {reached:.2g} x C_mid' in got.warnings[0]
+
+
+def test_r0_that_the_evaluations_contradict_is_said_so():
+  y = paper_data.law(_X, 0.3, 0.7, 1.5, 2e3)
+  y += 0.005 * np.random.default_rng(0).standard_normal(len(_X))
+  for method in ('posterior', 'least_squares'):
+    for r0, is_right in ((0.3, True), (0.32, True), (0.6, False), (0.9, False)):
+      got = curves.fit(_X, y, r0=r0, method=method)
+      said = any('R0 = ' in w for w in got.warnings)
+      assert (got.identifiable, said) == (is_right, not is_right)
 
 
 def test_half_of_a_curve_is_not_identifiable():
@@ -471,6 +481,12 @@ def test_power_law_gives_back_its_parameters():
   y = np.clip(y, 0, 1)
   got = curves.fit_power_law(_X, y)
   np.testing.assert_allclose(got[:3], (0.7, 2.0, 0.4), rtol=1e-3)
+
+
+def test_power_law_over_any_range_of_compute():
+  x = np.geomspace(1e-200, 1e200, 30)
+  got = curves.fit_power_law(x, np.linspace(0.1, 0.6, 30))
+  assert np.isfinite(got).all()
 
 
 def test_power_law_fits_the_paper_curve_worse_than_the_sigmoid():

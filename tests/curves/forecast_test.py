@@ -27,6 +27,17 @@ def test_forecast_is_the_law_at_the_fit():
   assert (got.mean <= got.high).all()
 
 
+@pytest.mark.parametrize('of', ['curve', 'observation'])
+def test_each_compute_is_forecast_alone(of):
+  result = _noisy_fit()
+  compute = np.geomspace(100.0, 1e6, 1100)
+  whole = curves.forecast(result, compute, of=of)
+  for i in (0, 511, 512, 1023, 1024, 1099):
+    alone = curves.forecast(result, compute[i : i + 1], of=of)
+    np.testing.assert_allclose(np.stack(whole)[:, i], np.stack(alone)[:, 0])
+  assert all(v.shape == (0,) for v in curves.forecast(result, [], of=of))
+
+
 def test_intervals_widen_with_level_and_for_an_observation():
   result = _noisy_fit()
   compute = np.geomspace(300.0, 1e5, 7)

@@ -1,6 +1,8 @@
 """Tests of the command line that fits logs."""
 
+import errno
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -204,6 +206,30 @@ def test_bad_input_is_one_line(capsys, rising, args, message):
   assert err.startswith('error: ')
   assert message in err
   assert err.count('\n') == 1
+
+
+def test_output_that_cannot_be_written_is_one_line(
+  capsys, monkeypatch, tmp_path, rising
+):
+  class Full(io.StringIO):
+    def write(self, text):
+      raise OSError(errno.ENOSPC, 'No space left on device')
+
+  monkeypatch.setattr(sys, 'stdout', Full())
+  code, _, err = _call(capsys, rising, f'--out={tmp_path / "out"}')
+  assert code == 1
+  assert err == 'error: the output cannot be written: No space left on device\n'
+  assert (tmp_path / 'out' / 'fit.json').exists()
+
+
+def test_names_that_a_terminal_cannot_show(capsys, monkeypatch, tmp_path):
+  rows = [('grün', i, i / 10) for i in range(1, 7)]
+  path = _csv(tmp_path / 'a.csv', rows, 'run,compute,pass_rate')
+  raw = io.BytesIO()
+  monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(raw, 'ascii'))
+  code, _, err = _call(capsys, path, '--group=run')
+  assert (code, err) == (0, '')
+  assert 'gr?n' in raw.getvalue().decode('ascii')
 
 
 def test_no_file_is_an_error(capsys):

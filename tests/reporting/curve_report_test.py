@@ -117,6 +117,14 @@ def test_poor_data_are_drawn(tmp_path, x, y):
   assert 'class="warning"' in text
 
 
+def test_many_evaluations_do_not_make_a_large_page(tmp_path):
+  x = np.linspace(1.0, 60.0, 20_000)
+  y = paper_data.law(x, 0.2, 0.7, 1.8, 15.0)
+  text = _write(tmp_path, [curve_summary.Run('a', x, y)])
+  assert len(text) < 1_000_000
+  assert 'data:image/png;base64' in text
+
+
 def test_twenty_runs_are_drawn(tmp_path):
   x, y = paper_data.points('recipe_scalerl')
   runs = [
