@@ -33,6 +33,7 @@ _LAYERS = {
   'rewards': 4,
   'generation': 4,
   'evaluation': 4,
+  'hf': 4,
   'logs': 4,
   'reporting': 4,
   'pipeline': 5,

@@ -2,5 +2,6 @@
 
 from scalerl_jax.build.assembly import RunError as RunError
 from scalerl_jax.build.assembly import run as run
+from scalerl_jax.build.export import export as export
 
-__all__ = ('RunError', 'run')
+__all__ = ('RunError', 'export', 'run')

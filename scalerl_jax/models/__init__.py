@@ -2,6 +2,7 @@
 
 from scalerl_jax.models.cache import KVCache as KVCache
 from scalerl_jax.models.spec import ModelSpec as ModelSpec
+from scalerl_jax.models.spec import RopeScaling as RopeScaling
 from scalerl_jax.models.spec import num_parameters as num_parameters
 from scalerl_jax.models.spec import parameter_table as parameter_table
 from scalerl_jax.models.transformer import forward as forward
@@ -14,6 +15,7 @@ from scalerl_jax.models.transformer import unstack_layers as unstack_layers
 __all__ = (
   'KVCache',
   'ModelSpec',
+  'RopeScaling',
   'forward',
   'head_matrix',
   'init_params',

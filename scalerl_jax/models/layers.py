@@ -6,6 +6,8 @@ from jaxtyping import Array
 from jaxtyping import Float
 from jaxtyping import Int
 
+from scalerl_jax.models import spec as spec_lib
+
 
 def rms_norm(
   x: Float[Array, '*B D'], scale: Float[Array, ' D'], *, eps: float
@@ -30,25 +32,50 @@ def rms_norm(
   return (y * jnp.reshape(scale, (1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
-def rope_tables(
-  positions: Int[Array, 'B T'], *, head_dim: int, theta: float
-) -> tuple[Float[Array, 'B T H2'], Float[Array, 'B T H2']]:
-  """Computes the cosines and sines that `rope` rotates by.
+def rope_frequencies(
+  *, head_dim: int, theta: float, scaling: spec_lib.RopeScaling | None = None
+) -> Float[Array, ' H2']:
+  """Computes the angle by which each channel pair turns per token.
 
-      angle(p, i) = p · θ^(-2i / H),   i in [0, H/2)
+      f(i) = θ^(-2i / H),   i in [0, H/2),   lowered as `RopeScaling` says
 
   See "RoFormer" (arXiv:2104.09864), Eq. 15.
 
   Args:
-    positions: Position of each token in its own sequence, from 0.
     head_dim: H.
     theta: θ, the base.
+    scaling: How the frequencies are lowered; None: not at all.
+
+  Returns:
+    Radians, float32.
+  """
+  exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+  frequencies = theta**-exponents
+  if scaling is None:
+    return frequencies
+  lowered = frequencies / scaling.factor
+  if scaling.kind == 'linear':
+    return lowered
+  low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+  turns = scaling.original_max_positions * frequencies / (2 * jnp.pi)
+  kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+  return (1 - kept) * lowered + kept * frequencies
+
+
+def rope_tables(
+  positions: Int[Array, 'B T'], frequencies: Float[Array, ' H2']
+) -> tuple[Float[Array, 'B T H2'], Float[Array, 'B T H2']]:
+  """Computes the cosines and sines that `rope` rotates by.
+
+      angle(p, i) = p · f(i)
+
+  Args:
+    positions: Position of each token in its own sequence, from 0.
+    frequencies: From `rope_frequencies`.
 
   Returns:
     (cos, sin), float32.
   """
-  exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-  frequencies = theta**-exponents
   angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None, :]
   return jnp.cos(angles), jnp.sin(angles)
 

@@ -11,6 +11,56 @@ from typing import NamedTuple
 
 _DTYPES = ('float32', 'bfloat16')
 _REMAT = ('none', 'dots', 'full')
+_ROPE_KINDS = ('linear', 'llama3')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+  """How rotary frequencies are lowered for contexts beyond the pretrained one.
+
+  With λ = 2π / f, the wavelength of a frequency f in tokens:
+
+      linear:  f / factor
+      llama3:  f                            where λ < original / high
+               f / factor                   where λ > original / low
+               (1 - s)·f / factor + s·f     between, s = (original / λ - low)
+                                                         / (high - low)
+
+  Attributes:
+    kind: `linear` or `llama3` (the Llama 3.1 model card).
+    factor: At least 1.
+    low_frequency_factor: Of `llama3`, low.
+    high_frequency_factor: Of `llama3`, high; more than low.
+    original_max_positions: Of `llama3`, the pretrained context in tokens.
+  """
+
+  kind: str
+  factor: float
+  low_frequency_factor: float = 1.0
+  high_frequency_factor: float = 4.0
+  original_max_positions: int = 8192
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    if self.kind not in _ROPE_KINDS:
+      raise ValueError(
+        f'rope_scaling.kind={self.kind!r} must be one of {_ROPE_KINDS}'
+      )
+    if not 1 <= self.factor < math.inf:
+      raise ValueError(
+        f'rope_scaling.factor={self.factor} must be at least 1 and finite'
+      )
+    low, high = self.low_frequency_factor, self.high_frequency_factor
+    if not 0 < low < high < math.inf:
+      raise ValueError(
+        f'rope_scaling.high_frequency_factor={high} must be finite and more'
+        f' than low_frequency_factor={low}, which must be positive'
+      )
+    if self.original_max_positions < 1:
+      raise ValueError(
+        'rope_scaling.original_max_positions='
+        f'{self.original_max_positions} must be at least 1'
+      )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +76,7 @@ class ModelSpec:
     head_dim: Width of one head, H; even, for the rotary embedding.
     hidden_dim: Width of the SwiGLU feed-forward, F.
     rope_theta: Base of the rotary frequencies.
+    rope_scaling: How they are lowered for long contexts; None: not at all.
     norm_eps: Added to the mean square in RMSNorm.
     tied_head: True: the LM head is the transposed embedding.
     qk_norm: True: RMSNorm over each head of q and k, before RoPE (Qwen3).
@@ -49,6 +100,7 @@ class ModelSpec:
   qkv_bias: bool = False
   dtype: str = 'float32'
   remat: str = 'none'
+  rope_scaling: RopeScaling | None = None
 
   def __post_init__(self) -> None:
     """Checks every size and option; raises ValueError."""

@@ -137,9 +137,10 @@ def forward(
     `Output`.
   """
   x = params['embed'][tokens].astype(spec.dtype)
-  cos, sin = layers.rope_tables(
-    positions, head_dim=spec.head_dim, theta=spec.rope_theta
+  frequencies = layers.rope_frequencies(
+    head_dim=spec.head_dim, theta=spec.rope_theta, scaling=spec.rope_scaling
   )
+  cos, sin = layers.rope_tables(positions, frequencies)
   if cache is not None:
     x, cache = _cached_blocks(params, spec, x, cos, sin, cache)
     kv = None

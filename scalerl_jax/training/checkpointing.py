@@ -169,6 +169,66 @@ class Checkpointer:
     return Restored(updates, item.train, _unflatten(tree['host'], stored))
 
 
+def read_params(
+  directory: pathlib.Path, template: Any, *, updates: int | None = None
+) -> tuple[int, Any]:
+  """Reads the parameters alone, and changes nothing in the directory.
+
+  Args:
+    directory: Of the run's checkpoints.
+    template: Parameters, or their shapes, dtypes and shardings.
+    updates: Which checkpoint; None: the newest that is whole.
+
+  Returns:
+    (updates, parameters).
+
+  Raises:
+    UnusableCheckpointError: There is no such checkpoint, it is damaged, or its
+      parameters have another form than the template.
+    CheckpointError: A file could not be read, which may pass.
+  """
+  names = [p.name for p in directory.glob('*') if p.name.isdecimal()]
+  wanted = sorted(map(int, names), reverse=True)
+  if updates is not None:
+    wanted = [n for n in wanted if n == updates]
+  found = f'has no checkpoint {"" if updates is None else updates}'.rstrip()
+  for number in wanted:
+    path = directory / str(number)
+    try:
+      if damage := _damage(path):
+        found = f'{number}: {damage}'
+        continue
+      tree = json.loads((path / 'tree' / 'metadata').read_text('utf-8'))
+      stored = {
+        k.removeprefix('.params'): v
+        for k, v in tree['form'].items()
+        if k.startswith('.params')
+      }
+      if stored != _form(template):
+        raise UnusableCheckpointError(
+          f'checkpoint {path} holds other parameters'
+          f' ({_first_difference(stored, _form(template))})'
+        )
+      abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
+      with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        restored = reader.restore(
+          (path / 'train').absolute(),
+          args=ocp.args.PyTreeRestore(
+            item={'params': abstract},
+            restore_args={
+              'params': ocp.checkpoint_utils.construct_restore_args(abstract)
+            },
+            partial_restore=True,
+          ),
+        )
+      return number, restored['params']
+    except (OSError, RuntimeError) as error:
+      raise CheckpointError(
+        f'checkpoint {path} could not be read: {_first_line(error)}'
+      ) from error
+  raise UnusableCheckpointError(f'{directory} {found}')
+
+
 def _first_line(error: Exception) -> str:
   return str(error).split('\n')[0]
 

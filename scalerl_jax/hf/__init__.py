@@ -1,0 +1,17 @@
+"""Checkpoints in the layout of Hugging Face: read, written, refused."""
+
+from scalerl_jax.hf.configs import config_from_spec as config_from_spec
+from scalerl_jax.hf.configs import spec_from_hf as spec_from_hf
+from scalerl_jax.hf.errors import HfError as HfError
+from scalerl_jax.hf.reading import load_params as load_params
+from scalerl_jax.hf.reading import read_config as read_config
+from scalerl_jax.hf.writing import save_params as save_params
+
+__all__ = (
+  'HfError',
+  'config_from_spec',
+  'load_params',
+  'read_config',
+  'save_params',
+  'spec_from_hf',
+)

@@ -1,0 +1,155 @@
+"""Checkpoints out: a directory that `transformers` and SGLang load as it is."""
+
+from collections.abc import Iterator
+import json
+import os
+import pathlib
+import shutil
+from typing import Any, BinaryIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalerl_jax import models
+from scalerl_jax.hf import configs
+from scalerl_jax.hf import errors
+from scalerl_jax.hf import keys
+
+_STORED = {'float32': 'F32', 'bfloat16': 'BF16'}
+_MAX_FILE_BYTES = 5 * 10**9
+# Of a tokenizer and of generation, which no training changes.
+_COPIED = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'tokenizer.model',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'vocab.json',
+  'merges.txt',
+  'chat_template.jinja',
+  'generation_config.json',
+)
+
+
+def save_params(
+  directory: str | os.PathLike[str],
+  params: Any,
+  spec: models.ModelSpec,
+  *,
+  dtype: str = 'bfloat16',
+  source: str | os.PathLike[str] | None = None,
+  max_file_bytes: int = _MAX_FILE_BYTES,
+) -> None:
+  """Writes a checkpoint; the directory appears whole or not at all.
+
+  Tensors are fetched from the devices one at a time.
+
+  Args:
+    directory: Does not exist yet.
+    params: The parameter pytree, blocks stacked.
+    spec: The model.
+    dtype: `float32` or `bfloat16`, of the stored weights.
+    source: A checkpoint whose tokenizer files are copied; None: none is.
+    max_file_bytes: Weights of a file; a larger model is written in several,
+      with an index.
+
+  Raises:
+    HfError: The directory exists, or the dtype or the model cannot be stored.
+    OSError: It cannot be written; nothing is left of it.
+  """
+  target = pathlib.Path(directory)
+  if target.exists():
+    raise errors.HfError(f'{target}: exists; give a new directory')
+  if dtype not in _STORED:
+    raise errors.HfError(f'dtype={dtype!r} must be one of {tuple(_STORED)}')
+  config = configs.config_from_spec(spec, dtype=dtype)
+  part = target.with_name(f'{target.name}.part')
+  shutil.rmtree(part, ignore_errors=True)
+  part.mkdir(parents=True)
+  try:
+    _write_weights(part, params, spec, dtype, max_file_bytes)
+    _write_json(part / 'config.json', config)
+    for name in _COPIED:
+      if source is not None and (pathlib.Path(source) / name).is_file():
+        shutil.copyfile(pathlib.Path(source) / name, part / name)
+    part.rename(target)
+  except BaseException:
+    shutil.rmtree(part, ignore_errors=True)
+    raise
+
+
+def _write_weights(
+  directory: pathlib.Path,
+  params: Any,
+  spec: models.ModelSpec,
+  dtype: str,
+  max_file_bytes: int,
+) -> None:
+  itemsize = jnp.dtype(dtype).itemsize
+  files: list[list[keys.Tensor]] = [[]]
+  room = max_file_bytes
+  for tensor in keys.tensors(spec):
+    size = itemsize * int(np.prod(tensor.shape))
+    if files[-1] and size > room:
+      files.append([])
+      room = max_file_bytes
+    files[-1].append(tensor)
+    room -= size
+  weight_map: dict[str, str] = {}
+  for i, tensors in enumerate(files, start=1):
+    name = 'model.safetensors'
+    if len(files) > 1:
+      name = f'model-{i:05d}-of-{len(files):05d}.safetensors'
+    weight_map |= {t.name: name for t in tensors}
+    with (directory / name).open('wb') as file:
+      _write_file(file, tensors, params, dtype)
+      file.flush()
+      os.fsync(file.fileno())
+  if len(files) > 1:
+    total = itemsize * models.num_parameters(spec)
+    _write_json(
+      directory / 'model.safetensors.index.json',
+      {'metadata': {'total_size': total}, 'weight_map': weight_map},
+    )
+
+
+def _write_file(
+  file: BinaryIO, tensors: list[keys.Tensor], params: Any, dtype: str
+) -> None:
+  # The library's own writer holds all tensors of a file at once.
+  header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+  end = 0
+  for tensor in tensors:
+    start = end
+    end += jnp.dtype(dtype).itemsize * int(np.prod(tensor.shape))
+    header[tensor.name] = {
+      'dtype': _STORED[dtype],
+      'shape': list(tensor.stored_shape),
+      'data_offsets': [start, end],
+    }
+  text = json.dumps(header, separators=(',', ':')).encode()
+  text += b' ' * (-len(text) % 8)
+  file.write(len(text).to_bytes(8, 'little') + text)
+  for value in _stored(tensors, params, dtype):
+    file.write(value.reshape(-1).view(np.uint8).data)
+
+
+def _stored(
+  tensors: list[keys.Tensor], params: Any, dtype: str
+) -> Iterator[np.ndarray]:
+  for tensor in tensors:
+    value = params
+    for name in tensor.path.split('/'):
+      value = value[name]
+    if tensor.layer is not None:
+      value = value[tensor.layer]
+    ours = np.asarray(jax.device_get(value)).astype(dtype, copy=False)
+    yield tensor.to_stored(ours)
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+  with path.open('w', encoding='utf-8') as file:
+    json.dump(value, file, indent=2)
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,230 @@
+"""Checkpoints in and out, and those that must be refused."""
+
+import json
+import pickle
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from scalerl_jax import hf
+from scalerl_jax import models
+from scalerl_jax import sharding
+from tests.hf import parity_test
+
+DATA = parity_test.DATA
+
+
+def _spec(directory, **options):
+  return hf.spec_from_hf(hf.read_config(directory), dtype='float32', **options)
+
+
+def _stored(directory):
+  """All tensors of a checkpoint, as the library reads them."""
+  tensors = {}
+  for path in sorted(directory.glob('*.safetensors')):
+    tensors |= safetensors.numpy.load_file(path)
+  return tensors
+
+
+@pytest.fixture
+def copy(tmp_path):
+  def make(family='llama3'):
+    return shutil.copytree(DATA / family, tmp_path / family)
+
+  return make
+
+
+def _change(directory, name, value):
+  """Replaces a tensor of the single file; None removes it."""
+  path = directory / 'model.safetensors'
+  tensors = safetensors.numpy.load_file(path)
+  tensors.pop(name, None)
+  if value is not None:
+    tensors[name] = value
+  safetensors.numpy.save_file(tensors, path)
+
+
+@pytest.mark.parametrize('family', parity_test.FAMILIES)
+@pytest.mark.parametrize('max_file_bytes', [10**9, 9000])
+def test_out_and_in_again_is_the_same(tmp_path, family, max_file_bytes):
+  spec = _spec(DATA / family)
+  params = hf.load_params(DATA / family, spec)
+  out = tmp_path / 'out'
+  hf.save_params(
+    out, params, spec, dtype='float32', max_file_bytes=max_file_bytes
+  )
+  assert len(list(out.glob('*.safetensors'))) > 1 or max_file_bytes > 9000
+  stored, wanted = _stored(out), _stored(DATA / family)
+  wanted.pop('lm_head.weight', None) if spec.tied_head else None
+  assert stored.keys() == wanted.keys()
+  for name, value in wanted.items():
+    np.testing.assert_array_equal(stored[name], value)
+  assert hf.spec_from_hf(hf.read_config(out), dtype='float32') == spec
+  again = hf.load_params(out, spec)
+  assert jax.tree.all(jax.tree.map(jnp.array_equal, again, params))
+
+
+def test_out_is_bfloat16_with_the_files_of_the_tokenizer(tmp_path, copy):
+  source = copy()
+  (source / 'tokenizer.json').write_text('{}')
+  (source / 'secret.txt').write_text('')
+  spec = _spec(source)
+  params = hf.load_params(source, spec)
+  out = tmp_path / 'out'
+  hf.save_params(out, params, spec, source=source)
+  assert {p.name for p in out.iterdir()} == {
+    'config.json',
+    'generation_config.json',
+    'model.safetensors',
+    'tokenizer.json',
+  }
+  assert hf.read_config(out)['torch_dtype'] == 'bfloat16'
+  for value in _stored(out).values():
+    assert value.dtype == jnp.bfloat16
+  again = hf.load_params(out, spec)
+  assert jax.tree.all(
+    jax.tree.map(
+      lambda a, b: jnp.array_equal(a, b.astype('bfloat16').astype('float32')),
+      again,
+      params,
+    )
+  )
+
+
+def test_nothing_is_left_of_a_checkpoint_that_fails(tmp_path):
+  spec = _spec(DATA / 'llama3')
+  params = hf.load_params(DATA / 'llama3', spec)
+  del params['final_norm']
+  with pytest.raises(KeyError):
+    hf.save_params(tmp_path / 'out', params, spec)
+  assert not list(tmp_path.iterdir())
+
+
+def test_no_checkpoint_is_overwritten(tmp_path):
+  spec = _spec(DATA / 'llama3')
+  with pytest.raises(hf.HfError, match='exists'):
+    hf.save_params(tmp_path, {}, spec)
+  with pytest.raises(hf.HfError, match='float16'):
+    hf.save_params(tmp_path / 'out', {}, spec, dtype='float16')
+
+
+@pytest.mark.parametrize('shape', [(1, 2, 2, 1), (2, 4, 1, 1), (1, 1, 2, 1)])
+def test_each_device_gets_its_part(shape):
+  spec = _spec(DATA / 'qwen3')
+  mesh = sharding.make_mesh(shape)
+  shardings = sharding.param_shardings(models.logical_axes(spec), mesh)
+  params = hf.load_params(DATA / 'qwen3', spec, shardings=shardings)
+  whole = hf.load_params(DATA / 'qwen3', spec)
+  for got, wanted, placed in zip(
+    *map(jax.tree.leaves, (params, whole, shardings)), strict=True
+  ):
+    assert got.sharding == placed
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_dtype_of_the_parameters():
+  spec = _spec(DATA / 'llama3')
+  params = hf.load_params(DATA / 'llama3', spec, dtype='bfloat16')
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype('bfloat16')}
+
+
+def _truncate(directory):
+  path = directory / 'model.safetensors'
+  path.write_bytes(path.read_bytes()[:-100])
+
+
+def _edit_index(directory, edit):
+  path = directory / 'model.safetensors.index.json'
+  index = json.loads(path.read_text())
+  edit(index['weight_map'])
+  path.write_text(json.dumps(index))
+
+
+def _edit_config(directory, **fields):
+  path = directory / 'config.json'
+  path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+_NORM = 'model.norm.weight'
+
+
+@pytest.mark.parametrize(
+  ('damage', 'message'),
+  [
+    (_truncate, 'model.safetensors: cannot be read'),
+    (lambda d: _change(d, _NORM, None), f"lacks 1 tensors: '{_NORM}'"),
+    (lambda d: _change(d, 'odd', np.ones(3)), "does not have: 'odd'"),
+    (
+      lambda d: _change(d, _NORM, np.ones(17, np.float32)),
+      rf"'{_NORM}' has shape \(17,\), the config.json says \(16,\)",
+    ),
+    (lambda d: _change(d, _NORM, np.ones(16)), 'is stored as F64; only F32'),
+    (lambda d: _edit_config(d, vocab_size=50), r'says \(50, 16\)'),
+    (lambda d: _edit_config(d, num_hidden_layers=3), 'lacks 9 tensors'),
+    (lambda d: _edit_config(d, num_hidden_layers=1), 'holds 9 tensors'),
+    (lambda d: _edit_config(d, tie_word_embeddings=True), 'differs from the'),
+    (lambda d: (d / 'model.safetensors').unlink(), 'holds neither'),
+    (lambda d: (d / 'config.json').write_text('[1]'), 'a JSON object'),
+    (lambda d: (d / 'config.json').write_text('{'), 'is not JSON'),
+    (lambda d: (d / 'config.json').unlink(), 'cannot be read'),
+  ],
+)
+def test_damaged_checkpoints_are_refused(copy, damage, message):
+  directory = copy()
+  damage(directory)
+  with pytest.raises(hf.HfError, match=message):
+    hf.load_params(directory, _spec(directory))
+
+
+@pytest.mark.parametrize(
+  ('edit', 'message'),
+  [
+    (lambda m: m.update({_NORM: '../x.safetensors'}), 'not a file beside it'),
+    (lambda m: m.update({_NORM: '/etc/passwd'}), 'not a file beside it'),
+    (lambda m: m.update({_NORM: 'a\\b.safetensors'}), 'not a file beside it'),
+    (
+      lambda m: m.update({_NORM: 'x.safetensors'}),
+      "'x.safetensors', not there",
+    ),
+    (lambda m: m.update({_NORM: 'config.json'}), 'not a safetensors file'),
+    (lambda m: m.update({'odd': m[_NORM]}), 'which does not hold it'),
+    (dict.clear, 'has no weight_map'),
+  ],
+)
+def test_bad_indices_are_refused(copy, edit, message):
+  directory = copy('qwen3')
+  _edit_index(directory, edit)
+  with pytest.raises(hf.HfError, match=message):
+    hf.load_params(directory, _spec(directory))
+
+
+class _Bomb:
+  def __reduce__(self):
+    return (pytest.fail, ('the pickle was executed',))
+
+
+def test_pickles_are_refused_and_not_opened(copy):
+  directory = copy()
+  (directory / 'model.safetensors').unlink()
+  (directory / 'pytorch_model.bin').write_bytes(pickle.dumps(_Bomb()))
+  with pytest.raises(hf.HfError, match='is a pickle'):
+    hf.load_params(directory, _spec(directory))
+
+
+def test_a_tied_head_may_be_stored_too(copy):
+  directory = copy('smollm2')
+  embed = _stored(directory)['model.embed_tokens.weight']
+  _change(directory, 'lm_head.weight', embed)
+  params = hf.load_params(directory, _spec(directory))
+  assert 'head' not in params
+
+
+def test_derived_tensors_are_no_matter(copy):
+  directory = copy()
+  name = 'model.layers.0.self_attn.rotary_emb.inv_freq'
+  _change(directory, name, np.ones(2, np.float32))
+  hf.load_params(directory, _spec(directory))

@@ -1,0 +1,145 @@
+"""`config.json`: both layouts, and what is refused."""
+
+import json
+
+import pytest
+
+from scalerl_jax import hf
+from scalerl_jax import models
+
+_LLAMA_3_1 = {
+  'model_type': 'llama',
+  'vocab_size': 128256,
+  'hidden_size': 4096,
+  'intermediate_size': 14336,
+  'num_hidden_layers': 32,
+  'num_attention_heads': 32,
+  'num_key_value_heads': 8,
+  'rms_norm_eps': 1e-5,
+  'rope_theta': 5e5,
+  'rope_scaling': {
+    'factor': 8.0,
+    'high_freq_factor': 4.0,
+    'low_freq_factor': 1.0,
+    'original_max_position_embeddings': 8192,
+    'rope_type': 'llama3',
+  },
+  'hidden_act': 'silu',
+  'attention_bias': False,
+  'mlp_bias': False,
+  'pretraining_tp': 1,
+  'tie_word_embeddings': False,
+  'torch_dtype': 'bfloat16',
+}
+
+
+def test_llama_3_1_8b():
+  spec = hf.spec_from_hf(_LLAMA_3_1)
+  assert spec == models.ModelSpec(
+    vocab_size=128256,
+    num_layers=32,
+    model_dim=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_dim=14336,
+    rope_theta=5e5,
+    norm_eps=1e-5,
+    tied_head=False,
+    dtype='bfloat16',
+    rope_scaling=models.RopeScaling(
+      kind='llama3',
+      factor=8.0,
+      low_frequency_factor=1.0,
+      high_frequency_factor=4.0,
+      original_max_positions=8192,
+    ),
+  )
+  assert models.num_parameters(spec) == 8_030_261_248
+
+
+def test_both_layouts_are_read_alike():
+  old = dict(_LLAMA_3_1)
+  new = dict(_LLAMA_3_1, dtype=old['torch_dtype'])
+  scaling = new.pop('rope_scaling')
+  new['rope_parameters'] = scaling | {'rope_theta': new.pop('rope_theta')}
+  del new['torch_dtype']
+  assert hf.spec_from_hf(old) == hf.spec_from_hf(new)
+  older = dict(old, rope_scaling={'type': 'linear', 'factor': 2.0})
+  newer = dict(older, rope_scaling={'rope_type': 'linear', 'factor': 2})
+  assert hf.spec_from_hf(older) == hf.spec_from_hf(newer)
+
+
+def test_heads_and_rope_have_defaults():
+  config = dict(_LLAMA_3_1, rope_scaling=None)
+  for name in ('num_key_value_heads', 'rope_theta', 'rms_norm_eps'):
+    del config[name]
+  spec = hf.spec_from_hf(config)
+  assert spec.num_kv_heads == 32
+  assert (spec.rope_theta, spec.norm_eps) == (1e4, 1e-6)
+  assert spec.rope_scaling is None
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'model_type': 'mamba'}, "model_type='mamba' is not implemented"),
+    ({'model_type': None}, 'model_type=None'),
+    ({'hidden_act': 'gelu'}, "hidden_act='gelu' is not implemented"),
+    ({'attention_bias': True}, 'attention_bias=True'),
+    ({'mlp_bias': True}, 'mlp_bias=True'),
+    ({'use_sliding_window': True}, 'use_sliding_window=True'),
+    ({'quantization_config': {'bits': 4}}, 'quantization_config='),
+    ({'layer_types': ['sliding_attention']}, "layer_types=\\['sliding"),
+    ({'rope_scaling': {'rope_type': 'yarn'}}, "rope_type='yarn' is not"),
+    ({'rope_scaling': {'type': 'dynamic'}}, "rope_type='dynamic' is not"),
+    ({'rope_scaling': {'type': 'llama3'}}, 'rope llama3 has no'),
+    ({'rope_parameters': {'full': {}}}, 'differ between layers'),
+    ({'rope_parameters': [1]}, 'differ between layers'),
+    ({'hidden_size': None}, 'has no hidden_size'),
+    ({'hidden_size': '4096'}, "hidden_size='4096' must be an integer"),
+    ({'hidden_size': 4100}, 'a multiple of num_attention_heads=32'),
+    ({'num_key_value_heads': 7}, 'num_kv_heads=7'),
+    ({'num_attention_heads': 0}, 'num_heads=0 must be at least 1'),
+    ({'rms_norm_eps': 'x'}, "rms_norm_eps='x' must be a number"),
+    ({'rope_theta': -1.0}, 'rope_theta=-1.0'),
+  ],
+)
+def test_what_is_not_implemented_is_refused(changes, message):
+  config = json.loads(json.dumps(_LLAMA_3_1 | changes))
+  with pytest.raises(hf.HfError, match=message):
+    hf.spec_from_hf(config)
+
+
+def test_options_of_no_family_cannot_be_written():
+  spec = hf.spec_from_hf(_LLAMA_3_1)
+  odd = models.ModelSpec(
+    vocab_size=8,
+    num_layers=1,
+    model_dim=8,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    hidden_dim=8,
+    qk_norm=True,
+    qkv_bias=True,
+  )
+  assert hf.config_from_spec(spec, dtype='float32')['model_type'] == 'llama'
+  with pytest.raises(hf.HfError, match='no family'):
+    hf.config_from_spec(odd, dtype='float32')
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'kind': 'yarn'}, "rope_scaling.kind='yarn'"),
+    ({'factor': 0.5}, 'rope_scaling.factor=0.5'),
+    ({'factor': float('nan')}, 'rope_scaling.factor=nan'),
+    ({'low_frequency_factor': 4.0}, 'rope_scaling.high_frequency_factor=4.0'),
+    ({'low_frequency_factor': 0.0}, 'must be positive'),
+    ({'original_max_positions': 0}, 'rope_scaling.original_max_positions=0'),
+  ],
+)
+def test_bad_scaling_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    models.RopeScaling(**({'kind': 'llama3', 'factor': 8.0} | changes))
