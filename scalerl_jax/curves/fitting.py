@@ -33,8 +33,11 @@ _MIN_POINTS = 5  # One more than the parameters.
 # those of a curve that goes elsewhere than the evaluations differ by less.
 _MAX_CORRELATION = 0.9
 _MIN_MISFIT = 0.01  # Of the pass rate: less does no harm.
+_MIN_EFFECTIVE = 10.0  # Draws.
+_EXACT = 1e-6  # Noise of the pass rate.
 _GRID_MIDS = 400
-_OUTLIER = 3.0  # Standard deviations beyond which a residual counts linearly.
+# Standard deviations; a residual beyond them counts as if it were this large.
+_OUTLIER = 3.0
 _REWEIGHTINGS = 3
 
 
@@ -145,10 +148,13 @@ def fit(
         free_r0=free_r0,
         binomial=weights is None,
       )
-      theta, draws, noise_std, rho = posterior.sample(
+      theta, draws, noise_std, rho, effective = posterior.sample(
         found, few, r0=r0, prior=prior
       )
-      if len(x) < _MIN_POINTS:  # A posterior without width is no posterior.
+      # Without width, or drawn in vain, it is no posterior; that of exact data
+      # is a point, which hardly any draw hits.
+      missed = effective < _MIN_EFFECTIVE and np.median(noise_std) > _EXACT
+      if len(x) < _MIN_POINTS or missed:
         draws, noise_std = draws * np.nan, noise_std * np.nan
     else:
       theta = np.asarray(found)
@@ -365,7 +371,7 @@ def _reweighted(
       weight = weight * variance.mean() / variance
     size = np.abs(rate - y) * np.sqrt(weight)
     limit = _OUTLIER * (1.4826 * np.median(size) + 1e-9)
-    weight = weight * np.minimum(1.0, limit / np.maximum(size, 1e-12))
+    weight = weight * np.minimum(1.0, limit / np.maximum(size, 1e-12)) ** 2
     weight = np.pad(weight, (0, len(pts.y) - num))
     pts = least_squares.Points._make((pts.log_c, pts.y, weight))
     theta, _ = least_squares.descend(theta, pts, free)

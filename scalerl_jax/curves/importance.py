@@ -152,12 +152,12 @@ def sample(
       nothing = tuple(np.full_like(v, np.nan) for v in values)
       return np.full(len(log_w), 1 / len(log_w)), nothing
     w = _softmax(log_w)
-    if _effective(w) > _ENOUGH * len(w):
+    if effective(w) > _ENOUGH * len(w):
       break
     # Tempered, so that a few heavy draws do not make the next proposal.
     power = 1.0
     while (
-      _effective(_softmax(power * log_w)) < _MIN_TEMPERED * len(w)
+      effective(_softmax(power * log_w)) < _MIN_TEMPERED * len(w)
       and power > _MIN_POWER
     ):
       power *= 0.7
@@ -183,14 +183,21 @@ def resample(w: np.ndarray, num: int) -> np.ndarray:
   return np.minimum(np.searchsorted(np.cumsum(w), at), len(w) - 1)
 
 
+def effective(w: np.ndarray) -> float:
+  """How many equally weighted draws know as much.
+
+  Args:
+    w: Weights that sum to 1.
+
+  Returns:
+    From 1 to their number.
+  """
+  return float(1 / np.sum(w * w))
+
+
 def _softmax(log_w: np.ndarray) -> np.ndarray:
   w = np.exp(log_w - log_w.max())
   return w / w.sum()
-
-
-def _effective(w: np.ndarray) -> float:
-  """Number of equally weighted draws that know as much."""
-  return float(1 / np.sum(w * w))
 
 
 def _root(matrix: np.ndarray) -> np.ndarray:

@@ -83,6 +83,7 @@ class Posterior(NamedTuple):
   draws: np.ndarray  # [draws, 4].
   noise_std: np.ndarray  # [draws]: of a new evaluation with weight 1.
   rho: float  # Posterior mean of the autocorrelation.
+  effective: float  # Draws of the last round that count.
 
 
 def _to_theta(z: jax.Array, r0: jax.Array) -> jax.Array:
@@ -420,4 +421,5 @@ def sample(
   a = start + (1 - start) * special.expit(z[0])
   mode = np.array([start, a, z[1], z[2]])
   rho = float(w @ chance @ np.array(_RHO))
-  return Posterior(mode, draws[picked], sigma, rho)
+  effective = importance.effective(w)
+  return Posterior(mode, draws[picked], sigma, rho, effective)

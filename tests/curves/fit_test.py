@@ -250,6 +250,23 @@ def test_one_broken_evaluation_hardly_moves_the_curve():
   assert abs(robust - good) < 0.005 < abs(plain - good)
 
 
+@pytest.mark.parametrize('value', [0.0, 1.0])
+def test_broken_evaluations_leave_the_intervals_alone(value):
+  truth = (0.3, 0.65, 2.0, 1e3)
+  rng = np.random.default_rng(1)
+  x = np.linspace(50.0, 5000.0, 40)
+  covered, widths = 0, []
+  for i in range(40):
+    y = paper_data.law(x, *truth) + 0.005 * rng.standard_normal(40)
+    clean = curves.fit(x, y).intervals.a
+    y[[i or 39, 20]] = value  # The first is where R0 is fitted.
+    low, high = curves.fit(x, y).intervals.a
+    covered += low <= 0.65 <= high
+    widths.append((high - low) / np.ptp(clean))
+  assert covered >= 33
+  assert 1.0 < np.median(widths) < 2.0
+
+
 def test_intervals_cover_the_truth_at_their_level():
   truth = (0.3, 0.7, 1.5, 2e3)
   rng = np.random.default_rng(0)
