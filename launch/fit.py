@@ -27,8 +27,8 @@ file of TensorBoard, or a directory of runs.
     --fit_until         evaluations beyond it score the fit instead
     --budget            total compute that may be spent, for forecast and
                         verdict
-    --target            pass rate that is wanted there; default: the last one
-                        fitted + 0.02
+    --target            pass rate that is wanted there; default: that of the
+                        curve at its last compute + 0.02
     --price             of a unit of compute
     --method            default: posterior
     --margin            difference of A that counts as none
@@ -45,6 +45,7 @@ from collections.abc import Sequence
 import importlib.util
 import io
 import json
+import os
 import pathlib
 import sys
 from typing import Any
@@ -67,10 +68,9 @@ def main(argv: Sequence[str]) -> int:
   Returns:
     The exit code.
   """
-  if any(a in ('--help', '-help', '-h') for a in argv[1:]):
-    print(__doc__)
-    return 0
   try:
+    if any(a in ('--help', '-help', '-h') for a in argv[1:]):
+      return _print(__doc__)
     values, files = _parse_flags(argv)
     document = _summarize(files, values)
   except ValueError as error:
@@ -81,13 +81,11 @@ def main(argv: Sequence[str]) -> int:
       _write(pathlib.Path(values.out), document)
     except OSError as error:
       code = _fail(f'--out={values.out}: cannot be written: {error}', 1)
-  try:
-    _print(document, as_json=values.json)
-  except OSError as error:
-    # What is left in its buffer would be written at exit, in vain again.
-    sys.stdout = io.StringIO()
-    code = _fail(f'the output cannot be written: {error.strerror}', 1)
-  return code
+  if values.json:
+    for note in document['notes']:
+      print(f'note: {note}', file=sys.stderr)
+    return _print(json.dumps(document, indent=2, allow_nan=False)) or code
+  return _print(curve_summary.to_text(document).rstrip('\n')) or code
 
 
 def _parse_flags(
@@ -113,6 +111,11 @@ def _parse_flags(
     raise ValueError(str(error)) from None
   if not files:
     raise ValueError('no FILE is given; --help tells more')
+  if found.out is not None and (
+    not found.out
+    or (os.path.exists(found.out) and not os.path.isdir(found.out))
+  ):
+    raise ValueError(f'--out={found.out} is not a directory; give a new one')
   if found.out is not None and importlib.util.find_spec('matplotlib') is None:
     raise ValueError(
       "--out draws with matplotlib: pip install 'scalerl_jax[plots]'"
@@ -165,15 +168,17 @@ def _value(name: str, text: str | None, words: Sequence[str]) -> Any:
     ) from None
 
 
-def _print(document: dict[str, Any], *, as_json: bool) -> None:
-  if as_json:
-    for note in document['notes']:
-      print(f'note: {note}', file=sys.stderr)
-    print(json.dumps(document, indent=2, allow_nan=False), flush=True)
-    return
-  if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors='replace')  # Names may hold any character.
-  print(curve_summary.to_text(document), end='', flush=True)
+def _print(text: str) -> int:
+  """Prints; returns the exit code."""
+  try:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+      sys.stdout.reconfigure(errors='replace')  # Names hold any character.
+    print(text, flush=True)
+  except OSError as error:
+    # What is left in its buffer would be written at exit, in vain again.
+    sys.stdout = io.StringIO()
+    return _fail(f'the output cannot be written: {error.strerror}', 1)
+  return 0
 
 
 def _write(out: pathlib.Path, document: dict[str, Any]) -> None:
@@ -189,4 +194,7 @@ def _fail(error: object, code: int) -> int:
 
 
 if __name__ == '__main__':
-  sys.exit(main(sys.argv))
+  try:
+    sys.exit(main(sys.argv))
+  except KeyboardInterrupt:
+    sys.exit(_fail('interrupted', 130))

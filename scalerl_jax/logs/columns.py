@@ -9,13 +9,21 @@ import numpy as np
 
 from scalerl_jax.logs import tables
 
-_STEPS = ('step', '_step', 'Step', 'global_step', 'train/global_step')
+_STEPS = (
+  *('step', '_step', 'Step', 'global_step'),
+  *('train/global_step', 'training/global_step'),
+)
 # Kept in seconds, or in seconds since 1970, by those who write them.
-_TIMES = ('wall_time', '_runtime', '_timestamp', 'Wall time')
+_TIMES = re.compile(
+  r'wall[ _]time|_runtime|_timestamp|relative time( \(.*\))?', re.I
+)
+_OTHER_UNIT = re.compile(
+  r'(.*[_ /])?(ms|milli\w*|min|mins|minutes?|days?|epochs?)', re.I
+)
 _COMPUTE = ('compute', 'device_hours', 'gpu_hours', 'flops', 'tokens')
 # The last part of the name, in lower case; earlier ones come first.
 _RATES = (
-  'pass_rate',
+  'pass[_ ]rate',
   r'(mean|avg|acc)@\d+|pass@1',
   'acc|accuracy',
   'score',
@@ -24,7 +32,8 @@ _RATES = (
 )
 _GROUPS = ('run', 'run_id', 'run_name', 'name', 'seed', 'series', 'experiment')
 _EMPTY = ('', '-', 'nan', 'none', 'null', 'na', 'n/a')
-_THOUSANDS = re.compile(r'[+-]?\d{1,3}(,\d{3})+(\.\d*)?(e[+-]?\d+)?', re.I)
+_THOUSANDS = re.compile(r'[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?(e[+-]?\d+)?', re.I)
+_HELD_OUT = re.compile(r'(^|[_/])(eval|val|test)[_/]', re.I)
 _PERCENT = 'divided by 100'
 _EPOCH = 1e8  # Seconds: more than three years of run time.
 _MAX_CANDIDATES = 50
@@ -74,8 +83,10 @@ def pick_y(
   if y is not None:
     return _present(source, columns, y, 'y')
   for pattern in _RATES:
-    known = re.compile(rf'(.*/)?((eval|val|test)_)?({pattern})', re.I | re.S)
-    found = [c for c in columns if known.fullmatch(c)]
+    found = [c for c in columns if _is_rate(c, pattern)]
+    held_out = [c for c in found if _HELD_OUT.search(c)]
+    if len(held_out) == 1:
+      found = held_out
     if len(found) > 1:
       raise ValueError(
         f'{source}: the pass rate may be any of {tables.listed(found)}; choose'
@@ -119,17 +130,26 @@ def curves(
   xs = _numbers(table, x, tally)
   ys = _numbers(table, y, tally, percent=options.percent)
   _check_ranges(table, x, xs, y, ys)
+  if options.y is None and not any(_is_rate(y, p) for p in _RATES):
+    notes.append(f'{table.source}: y is {y!r}, the only metric there is')
+  if options.percent and np.nanmax(ys, initial=0.0) <= 0.01:
+    notes.append(
+      f'{table.source}: {y!r} is at most 1 %; if it holds fractions, drop'
+      ' percent (--percent)'
+    )
   errors = np.full_like(xs, np.nan)
   if stderr:
     errors = _numbers(table, stderr, tally, percent=options.percent)
-    _refuse(table, stderr, errors, errors < 0, 'must not be negative')
+    _refuse(
+      table, stderr, errors, (errors < 0) | (errors > 1), 'must be in [0, 1]'
+    )
   factor, label, conversion = _factor(table, x, options)
   tally.add(f'rows without {x!r} dropped', np.isnan(xs))
   tally.add(f'rows without {y!r} dropped', ~np.isnan(xs) & np.isnan(ys))
   made, hints = [], []
   for name, rows in _members(table, groups):
     start = np.nanmin(xs[rows], initial=np.inf)
-    if x in _TIMES and _EPOCH < start < np.inf:
+    if _TIMES.fullmatch(x) and _EPOCH < start < np.inf:
       xs[rows] -= start
     kept = _tidy(rows, xs, ys, tally)
     if not len(kept):
@@ -147,6 +167,11 @@ def curves(
     )
   notes.extend([*tally.lines(), *conversion, *hints])
   return made
+
+
+def _is_rate(name: str, pattern: str) -> bool:
+  known = rf'(.*/)?((eval|val|test)_)?({pattern})'
+  return re.fullmatch(known, name, re.I | re.S) is not None
 
 
 class _Tally:
@@ -183,21 +208,38 @@ def _present(source: str, columns: Sequence[str], name: str, flag: str) -> str:
 def _pick_x(table: tables.Table, options: Options) -> str:
   if options.x is not None:
     return _present(table.source, table.columns, options.x, 'x')
+  times = [c for c in table.columns if _TIMES.fullmatch(c)]
+  default = table.default_x
   if options.devices is not None:
-    names = list(_TIMES)
+    kind, found = 'wall time', [t for t in times if t == default] or times
   elif options.compute_per_step is not None:
-    names = list(_STEPS)
+    kind = 'steps'
+    found = _known(table, _STEPS)
+    if default is not None and default not in (*times, *_COMPUTE):
+      found = [default]
   else:
-    names = [table.default_x] if table.default_x else [*_COMPUTE, *_STEPS]
-  if found := [name for name in names if name in table.columns]:
+    kind = 'compute'
+    found = [default] if default else _known(table, (*_COMPUTE, *_STEPS))
+  if found:
     return found[0]
   raise tables.NoCurveError(
-    f'{table.source}: no column is known as compute ({", ".join(names)}); give'
-    f' x (--x), one of {tables.listed(table.columns)}'
+    f'{table.source}: no column is known as {kind}; give x (--x), one of'
+    f' {tables.listed(table.columns)}'
   )
 
 
+def _known(table: tables.Table, names: Sequence[str]) -> list[str]:
+  """Columns with these names, in their order; as written or in lower case."""
+  lower = {c.lower(): c for c in reversed(table.columns)}
+  found = [n for n in names if n in table.columns]
+  return [*found, *(lower[n.lower()] for n in names if n.lower() in lower)]
+
+
 def _pick_stderr(table: tables.Table, y: str, asked: str | None) -> str | None:
+  if asked == y:
+    raise ValueError(
+      f'{table.source}: y and stderr are both {y!r}; give another'
+    )
   if asked is not None:
     return _present(table.source, table.columns, asked, 'stderr')
   known = (name for name in (f'{y}_stderr', 'stderr') if name in table.columns)
@@ -222,9 +264,10 @@ def _factor(
   devices, per_step = options.devices, options.compute_per_step
   for field, value, others in (
     ('devices', devices, (*_COMPUTE, *_STEPS)),
-    ('compute_per_step', per_step, (*_COMPUTE, *_TIMES)),
+    ('compute_per_step', per_step, _COMPUTE),
   ):
-    if value is not None and x in others:
+    wrong = x.lower() in others or (field != 'devices' and _TIMES.fullmatch(x))
+    if value is not None and wrong:
       raise ValueError(
         f'{table.source}: {field}={value} must not multiply x={x!r}; leave it'
         ' out or choose another x (--x)'
@@ -232,8 +275,13 @@ def _factor(
   if per_step is not None:
     note = f'{table.source}: {x!r} multiplied by {per_step:g}'
     return per_step, f'{x} x {per_step:g}', [note]
-  if devices is None and x not in _TIMES:
+  if devices is None and not _TIMES.fullmatch(x):
     return 1.0, x, []
+  if _OTHER_UNIT.fullmatch(x):
+    raise ValueError(
+      f'{table.source}: x={x!r} is not in seconds; convert it or choose'
+      ' another (--x)'
+    )
   label = f'{"hours" if devices is None else "device-hours"} of {x}'
   unit = 'hours' if devices is None else f'device-hours on {devices:g} devices'
   is_hours = 'hour' in x.lower()

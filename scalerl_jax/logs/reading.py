@@ -72,6 +72,9 @@ def read(
     paths = [paths]
   if not paths:
     raise ValueError('paths is empty; give at least one file or directory')
+  known = [pathlib.Path(path).resolve() for path in paths]
+  if repeated := [p for p in known if known.count(p) > 1]:
+    raise ValueError(f'{repeated[0]}: is given twice; give it once')
   options = columns.Options(
     x, y, group, stderr, percent, devices, compute_per_step
   )

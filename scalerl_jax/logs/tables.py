@@ -7,9 +7,11 @@ import functools
 import io
 import json
 import pathlib
+import re
 from typing import Any, NamedTuple
 
 _OWN_STEMS = ('curve', 'evals')  # The run's name is its directory's.
+_DECIMAL_COMMA = re.compile(r'\s*[+-]?\d*,\d+(e[+-]?\d+)?\s*', re.I)
 _MAX_LISTED = 1500  # Characters of an error that lists columns.
 
 
@@ -60,7 +62,7 @@ def read(path: pathlib.Path) -> Table:
       ' TensorBoard (tfevents in its name); export it as CSV'
     )
   if not text.strip():
-    raise ValueError(f'{path}: is empty')
+    raise NoCurveError(f'{path}: is empty')
   is_json = text.lstrip()[0] in '[{' and path.suffix not in ('.csv', '.tsv')
   return _json(path, text) if is_json else _csv(path, text)
 
@@ -140,7 +142,8 @@ def _table(
 
 
 def _csv(path: pathlib.Path, text: str) -> Table:
-  head = text.lstrip().partition('\n')[0]
+  lines = [n for n in text.splitlines() if n.strip() and n[0] != '#']
+  head = lines[0] if lines else ''
   delimiter = '\t' if path.suffix == '.tsv' else max(',\t;', key=head.count)
   reader = csv.reader(
     io.StringIO(text, newline=''), delimiter=delimiter, strict=True
@@ -149,8 +152,13 @@ def _csv(path: pathlib.Path, text: str) -> Table:
   records, rows, ragged = [], [], []
   try:
     for record in reader:
-      if not record:
+      if not record or (not names and record[0].startswith('#')):
         continue
+      if delimiter == ';':  # Where the comma is that of decimals.
+        record = [
+          c.replace(',', '.') if _DECIMAL_COMMA.fullmatch(c) else c
+          for c in record
+        ]
       if not names:
         names = [n.strip() or f'column {i}' for i, n in enumerate(record, 1)]
       elif len(record) != len(names):
@@ -165,7 +173,7 @@ def _csv(path: pathlib.Path, text: str) -> Table:
     f' dropped: {len(ragged)} (first: line {ragged[0] if ragged else 0})'
   )
   if not records:
-    raise ValueError(note if ragged else f'{path}: has a header but no row')
+    raise NoCurveError(note if ragged else f'{path}: has a header but no row')
   index = {name: i for i, name in enumerate(names)}
   return _table(
     path,
@@ -197,17 +205,31 @@ def _json(path: pathlib.Path, text: str) -> Table:
   if unit == 'row':
     rows = list(range(1, len(records) + 1))
   if not records:
-    raise ValueError(f'{path}: has no row')
+    raise NoCurveError(f'{path}: has no row')
   for number, record in zip(rows, records, strict=True):
     if not isinstance(record, dict):
       raise ValueError(
         f'{path}: {unit} {number} must be a JSON object, got'
         f' {type(record).__name__}'
       )
+  records = [_flat(record) for record in records]
   columns = list(dict.fromkeys(name for record in records for name in record))
   return _table(
     path, columns, lambda name: [r.get(name) for r in records], rows, unit=unit
   )
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+  """Objects inside an object become columns 'outer/inner'."""
+  if not any(isinstance(v, dict) for v in record.values()):
+    return record
+  flat: dict[str, Any] = {}
+  for name, value in record.items():
+    if isinstance(value, dict):
+      flat |= {f'{name}/{k}': v for k, v in _flat(value).items()}
+    else:
+      flat[name] = value
+  return flat
 
 
 def _loads(path: pathlib.Path, text: str, line: int) -> Any:
@@ -234,7 +256,7 @@ def _parquet(path: pathlib.Path, data: bytes) -> Table:
     line = ' '.join(str(error).split())
     raise ValueError(f'{path}: damaged Parquet: {line}') from None
   if not table.num_rows:
-    raise ValueError(f'{path}: has no row')
+    raise NoCurveError(f'{path}: has no row')
   return _table(
     path,
     table.column_names,

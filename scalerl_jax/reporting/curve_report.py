@@ -16,6 +16,7 @@ from scalerl_jax.reporting import writers
 
 _MARKERS = {'early': 'x', 'fitted': 'o', 'held out': 'D'}
 _MAX_NAME = 40  # Characters of a legend.
+_MAX_LEGEND = 30  # Runs; the table names all.
 _CYCLE = 10  # Colours that are told apart.
 _MAX_VECTORS = 2000  # Points; more are drawn as pixels, also in the page.
 
@@ -30,12 +31,16 @@ def write(out: pathlib.Path, document: Mapping[str, Any]) -> None:
   Raises:
     OSError: A file cannot be written.
   """
-  writers.write_json(out / 'fit.json', document)
   with plots.style():
-    for name, log in (('curve.png', True), ('curve_linear.png', False)):
-      plots.write_png(_curves_figure(document, log=log), out / name)
+    figures = {
+      name: _curves_figure(document, log=log)
+      for name, log in (('curve.png', True), ('curve_linear.png', False))
+    }
     page = pages.page('Compute-performance curves', _sections(document))
+    for name, figure in figures.items():
+      plots.write_png(figure, out / name)
   writers.write_text(out / 'report.html', page)
+  writers.write_json(out / 'fit.json', document)
 
 
 def _sections(document: Mapping[str, Any]) -> list[str]:
@@ -89,7 +94,7 @@ def _curves_figure(
   if len(runs) > 1:
     text = 'filled: fitted; hollow: held out; dashed: not identifiable'
     axes.set_title(text, fontsize=8)
-  fig.legend(loc='outside lower center', ncols=3, fontsize=7)
+  _legend(fig, len(runs))
   return fig
 
 
@@ -195,8 +200,13 @@ def _slopes_figure(slopes: Mapping[str, Any]) -> figure_lib.Figure:
     axes.plot(x, slope['log_f'], 'o', color=color, markersize=3)
   axes.set_xlabel('log C')
   axes.set_ylabel('log F')
-  fig.legend(loc='outside lower center', ncols=3, fontsize=7)
+  _legend(fig, len(slopes))
   return fig
+
+
+def _legend(fig: figure_lib.Figure, num: int) -> None:
+  if num <= _MAX_LEGEND:  # More would leave no room for the curves.
+    fig.legend(loc='outside lower center', ncols=3, fontsize=7)
 
 
 def _points(run: Mapping[str, Any]) -> dict[str, np.ndarray]:

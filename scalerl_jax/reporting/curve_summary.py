@@ -18,6 +18,9 @@ from scalerl_jax.reporting import writers
 _WORTHWHILE_GAIN = 0.02
 _FORECAST_MULTIPLE = 4.0
 _GRID = 60
+_FAR = 6.0  # Standard deviations of the other evaluations.
+_MAX_CROSSINGS = 20
+_MAX_NAME = 60  # Characters in a table of text.
 _QUANTILES = (0.1, 0.2, 0.3)  # Of the evaluations, for other windows.
 _VERDICT = (
   *('decision', 'target', 'probability', 'expected', 'gain_per_compute'),
@@ -186,6 +189,10 @@ def _summarize_run(
   )
   # `start` may leave out what another window leaves out too.
   by_size = {w.num_points: w for w in windows}
+  predicted = law.evaluate(x, fit.params)
+  size = np.abs(y - predicted)
+  far = _FAR * 1.4826 * np.median(size[fitted])
+  broken = fitted & (size > max(far, _WORTHWHILE_GAIN))
   summary = curves.as_dict(fit) | {
     'r0_rule': rule,
     'min_compute': start,
@@ -194,13 +201,14 @@ def _summarize_run(
     'milestones': [m._asdict() for m in curves.milestones(fit)],
     'verdict': _verdict(fit, options),
     'held_out': _scores(held),
+    'far_off': {'compute': x[broken], 'pass_rate': y[broken]},
     'power_law': _power_law(x[fitted], y[fitted]),
     'window_sensitivity': [_window(w) for w in by_size.values()],
     'points': {
       'compute': x,
       'pass_rate': y,
       'stderr': None if run.stderr is None else run.stderr[order],
-      'predicted': law.evaluate(x, fit.params),
+      'predicted': predicted,
       'role': np.where(fitted, 'fitted', np.where(early, 'early', 'held out')),
     },
   }
@@ -241,7 +249,9 @@ def _verdict(fit: curves.SigmoidFit, options: Options) -> dict[str, Any] | None:
     return None
   target = options.target
   if target is None:
-    target = min(float(fit.points[1][-1]) + _WORTHWHILE_GAIN, 1.0)
+    # Of the curve: the last evaluation alone may be anything.
+    reached = law.evaluate(np.array([fit.max_compute]), fit.params)[0]
+    target = min(float(reached) + _WORTHWHILE_GAIN, 1.0)
   found = curves.verdict(
     fit, target=target, budget=options.budget, price=options.price
   )
@@ -316,7 +326,7 @@ def tables(document: Mapping[str, Any]) -> list[Table]:
     remarks.append(f'R0 ({rule}): {_R0_RULES[rule]}{moved}')
   horizon = '' if document['budget'] else 'at 4 x the last compute: no budget'
   guessed = document['budget'] and document['target'] is None
-  target = f'target: last fitted pass rate + {_WORTHWHILE_GAIN}'
+  target = f'target: the curve at its last compute + {_WORTHWHILE_GAIN}'
 
   def of_runs(title: str, header: str, cells: Any, *remarks: str) -> Table:
     """A row for each run that has cells."""
@@ -381,7 +391,8 @@ def to_text(document: Mapping[str, Any]) -> str:
   """
   lines = [*(f'note: {n}' for n in document['notes']), headline(document)]
   for table in tables(document):
-    cells = [[_printable(c) for c in r] for r in (table.header, *table.rows)]
+    rows = [(_short(r[0]), *r[1:]) for r in (table.header, *table.rows)]
+    cells = [[_printable(c) for c in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines += ['', table.title]
     for row in cells:
@@ -422,6 +433,12 @@ def _remarks(name: str, run: Mapping[str, Any]) -> Iterator[str]:
   if early := run['points']['role'].count('early'):
     start = pages.number(run['min_compute'])
     yield f'{name}: {early} evaluations before compute {start} are left out'
+  if compute := run['far_off']['compute']:
+    first, rate = (pages.number(v[0]) for v in run['far_off'].values())
+    yield (
+      f'{name}: far off the curve: {len(compute)} (first: {rate} at compute'
+      f' {first})'
+    )
   for warning in run['warnings']:
     yield f'{name}: {warning}'
   if run['verdict'] and run['verdict']['budget'] <= run['max_compute']:
@@ -453,13 +470,13 @@ def _power_law_cells(run: Mapping[str, Any]) -> list[str]:
 
 def _held_out_table(document: Mapping[str, Any], until: str) -> Table:
   keys = ('num_points', 'rmse', 'mean_error', 'coverage')
-  scored = {name: run['held_out'] for name, run in document['runs'].items()}
+  scored = [(name, run['held_out']) for name, run in document['runs'].items()]
   if len(scored) > 1:
-    scored['all'] = document['held_out']
+    scored.append(('all runs', document['held_out']))
   return Table(
     f'Held out: compute above {until}',
     ('run', 'n', 'RMSE', 'mean error', 'coverage'),
-    [(name, *_numbers(score, keys)) for name, score in scored.items() if score],
+    [(name, *_numbers(score, keys)) for name, score in scored if score],
     (
       'mean error: forecast - evaluation',
       'coverage: of the 90 % interval of an evaluation',
@@ -480,8 +497,10 @@ def _comparison_table(document: Mapping[str, Any]) -> Table:
   crossed = [c for c in found['crossings'] if c['compute'] is not None]
   remarks = [
     f'{c["better"]} overtakes {c["worse"]} at {pages.number(c["compute"])}'
-    for c in crossed
+    for c in crossed[:_MAX_CROSSINGS]
   ]
+  if more := len(crossed) - len(remarks):
+    remarks.append(f'and {more} more, which fit.json and --json list')
   if len(crossed) < len(found['crossings']):
     remarks.append('pairs not named: the better one does not come from below')
   header = ('run', 'rank', 'A', 'better than the next by')
@@ -505,6 +524,10 @@ def _between(value: float | None, interval: Sequence[float | None]) -> str:
 def _interval(interval: Sequence[float | None]) -> str:
   low, high = map(pages.number, interval)
   return f'[{low}, {high}]'
+
+
+def _short(name: str) -> str:
+  return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 3] + '...'
 
 
 def _printable(text: str) -> str:

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 import html
+import re
 from typing import Any
 
+_CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]')
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;
 padding:0 1em;color:#222}
@@ -36,8 +38,10 @@ def page(title: str, sections: Sequence[str]) -> str:
     f'<body><h1>{name}</h1>\n' + '\n'.join(filter(None, sections)) + '\n'
     '</body></html>\n'
   )
-  # Half a surrogate pair in a sample must not cost the report.
-  return text.encode('utf-8', 'replace').decode('utf-8')
+  # Half a surrogate pair in a sample must not cost the report, nor may text of
+  # the data turn the direction of what follows.
+  text = text.encode('utf-8', 'replace').decode('utf-8')
+  return _CONTROL.sub('?', text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

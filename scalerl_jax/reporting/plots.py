@@ -56,9 +56,13 @@ def write_png(fig: figure_lib.Figure, path: pathlib.Path) -> None:
     path: The file; replaced if it exists.
   """
   part = path.with_name(path.name + '.part')
-  with style():
-    fig.savefig(part, format='png', dpi=150, metadata={'Software': None})
-  part.replace(path)
+  try:
+    with style():
+      fig.savefig(part, format='png', dpi=150, metadata={'Software': None})
+    part.replace(path)
+  except BaseException:
+    part.unlink(missing_ok=True)
+    raise
 
 
 def curve_figure(run: run_files.RunFiles) -> figure_lib.Figure:

@@ -104,8 +104,12 @@ def write_text(path: pathlib.Path, text: str) -> None:
     text: Its content.
   """
   part = path.with_name(path.name + '.part')
-  part.write_text(text, encoding='utf-8')
-  part.replace(path)
+  try:
+    part.write_text(text, encoding='utf-8')
+    part.replace(path)
+  except BaseException:
+    part.unlink(missing_ok=True)
+    raise
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -222,6 +222,15 @@ def test_output_that_cannot_be_written_is_one_line(
   assert (tmp_path / 'out' / 'fit.json').exists()
 
 
+def test_out_that_is_no_directory_is_refused_before_the_work(
+  capsys, tmp_path, rising
+):
+  for out in (rising, ''):
+    code, text, err = _call(capsys, rising, f'--out={out}')
+    assert (code, text) == (2, '')
+    assert f'--out={out} is not a directory' in err
+
+
 def test_names_that_a_terminal_cannot_show(capsys, monkeypatch, tmp_path):
   rows = [('grün', i, i / 10) for i in range(1, 7)]
   path = _csv(tmp_path / 'a.csv', rows, 'run,compute,pass_rate')

@@ -240,16 +240,17 @@ def test_names_are_unique(tmp_path):
   paths = [tmp_path / d / 'a.csv' for d in 'pq']
   for path in paths:
     write(path, 'step,acc,seed\n1,0.1,1\n1,0.2,2\n')
-  curves, _ = logs.read([*paths, paths[0]])
-  names = [c.name for c in curves]
-  assert names == [
-    f'{paths[0]}: a',
-    f'{paths[1]}: a',
-    f'{paths[0]}: a #2',
-  ]
+  curves, _ = logs.read(paths)
+  assert [c.name for c in curves] == [f'{paths[0]}: a', f'{paths[1]}: a']
   curves, _ = logs.read(paths, group='seed')
   assert curves[0].name == f'{paths[0]}: seed=1'
   assert len({c.name for c in curves}) == 4
+
+
+def test_a_file_that_is_given_twice_is_refused(tmp_path):
+  path = write(tmp_path / 'a.csv', 'step,acc\n1,0.1\n')
+  with pytest.raises(ValueError, match='given twice'):
+    logs.read([path, tmp_path / '..' / tmp_path.name / 'a.csv'])
 
 
 # --- Choice of columns. -----------------------------------------------------
@@ -350,7 +351,7 @@ def test_values_that_are_refused(tmp_path, row, part):
   assert part in refusal(path)
 
 
-@pytest.mark.parametrize('value', ['true', '{"a": 1}', '[0.5]', '"x"'])
+@pytest.mark.parametrize('value', ['true', '[0.5]', '"x"'])
 def test_json_values_that_are_no_numbers(tmp_path, value):
   path = write(tmp_path / 'a.jsonl', f'{{"step": 1, "acc": {value}}}\n')
   assert "'acc' is" in refusal(path)
@@ -489,3 +490,112 @@ def test_many_rows_take_seconds_at_most(tmp_path):
     start = time.process_time()
     assert len(one(path)[0].compute) == n
     assert time.process_time() - start < 10
+
+
+# --- What other tools write. ------------------------------------------------
+
+
+def test_objects_in_json_become_columns(tmp_path):
+  rows = [
+    {
+      'step': i,
+      'data': {'val-core/gsm8k/acc/mean@16': i / 10, 'loss': {'a': 1}},
+    }
+    for i in (1, 2)
+  ]
+  path = write(tmp_path / 'a.jsonl', '\n'.join(map(json.dumps, rows)))
+  (curve,), _ = logs.read(path)
+  assert curve.y == 'data/val-core/gsm8k/acc/mean@16'
+  assert curve.pass_rate.tolist() == [0.1, 0.2]
+
+
+def test_the_evaluation_is_preferred_to_training(tmp_path):
+  text = 'step,reward,eval_reward\n1,0.1,0.2\n'
+  (curve,), _ = logs.read(write(tmp_path / 'a.csv', text))
+  assert curve.y == 'eval_reward'
+
+
+def test_names_may_have_capitals_and_spaces(tmp_path):
+  text = 'Compute,Pass Rate\n1,0.1\n'
+  (curve,), _ = logs.read(write(tmp_path / 'a.csv', text))
+  assert (curve.x, curve.y) == ('Compute', 'Pass Rate')
+
+
+def test_decimal_commas_and_comments(tmp_path):
+  text = '# of 2026\n\n# seed 1\nstep;acc\n1,065;0,291\n2000;,5\n'
+  (curve,), _ = logs.read(write(tmp_path / 'a.csv', text))
+  assert curve.compute.tolist() == [1.065, 2000]
+  assert curve.pass_rate.tolist() == [0.291, 0.5]
+  bad = write(tmp_path / 'b.csv', 'step,acc\n1,"0,291"\n')
+  assert "'acc' is '0,291'" in refusal(bad)
+
+
+_BOUNDED = '"{x}","a - _step","a - acc","a - acc__MIN","a - acc__MAX"\n'
+
+
+@pytest.mark.parametrize(
+  ('x', 'start', 'options', 'label', 'compute'),
+  [
+    ('Step', 0, {'compute_per_step': 2.0}, 'Step x 2', [0, 7200]),
+    (
+      'train/global_step',
+      0,
+      {'compute_per_step': 2.0},
+      'train/global_step x 2',
+      [0, 7200],
+    ),
+    ('Wall Time', 1.7e9, {}, 'hours of Wall Time', [0, 1]),
+    (
+      'Relative Time (Process)',
+      0,
+      {'devices': 8.0},
+      'device-hours of Relative Time (Process)',
+      [0, 8],
+    ),
+  ],
+)
+def test_axes_of_wide_exports(tmp_path, x, start, options, label, compute):
+  rows = [f'{start + 3600 * i},{i},0.{i + 1},0,0' for i in range(2)]
+  path = write(
+    tmp_path / 'a.csv', _BOUNDED.format(x=x) + '\n'.join(rows) + '\n'
+  )
+  (curve,), _ = logs.read(path, **options)
+  assert curve.x == label
+  assert curve.compute.tolist() == compute
+
+
+def test_a_guess_of_the_only_metric_is_noted(tmp_path):
+  text = 'Step,a - train/loss\n1,0.3\n2,0.2\n'
+  _, notes = logs.read(write(tmp_path / 'a.csv', text))
+  assert any("y is 'train/loss'" in note for note in notes)
+
+
+def test_fractions_that_are_read_as_percent_are_noted(tmp_path):
+  path = write(tmp_path / 'a.csv', 'step,acc\n1,0.3\n2,0.5\n')
+  _, notes = logs.read(path, percent=True)
+  assert any('drop percent' in note for note in notes)
+
+
+def test_standard_errors_are_checked(tmp_path):
+  path = write(tmp_path / 'a.csv', 'step,acc,stderr\n1,0.3,1.2\n')
+  assert "'stderr' is 1.2" in refusal(path)
+  assert 'y and stderr are both' in refusal(path, stderr='acc')
+
+
+@pytest.mark.parametrize('x', ['time_ms', 'epoch', 'minutes'])
+def test_times_in_other_units_are_refused(tmp_path, x):
+  path = write(tmp_path / 'a.csv', f'{x},acc\n1,0.3\n')
+  assert 'is not in seconds' in refusal(path, x=x, devices=8.0)
+
+
+def test_an_empty_run_does_not_hide_the_others(tmp_path):
+  for name, text in (
+    ('a', 'step,acc\n1,0.3\n'),
+    ('b', 'step,acc\n'),
+    ('c', ''),
+  ):
+    (tmp_path / name).mkdir()
+    write(tmp_path / name / 'curve.csv', text)
+  (curve,), notes = logs.read(tmp_path)
+  assert curve.name == 'a'
+  assert sum('skipped' in note for note in notes) == 2

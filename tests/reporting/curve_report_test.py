@@ -117,6 +117,21 @@ def test_poor_data_are_drawn(tmp_path, x, y):
   assert 'class="warning"' in text
 
 
+def test_characters_that_steer_are_shown_as_question_marks(tmp_path):
+  x, y = paper_data.points('loss_cispo')
+  text = _write(tmp_path, [curve_summary.Run('a\0\x1b[1m\u202eb', x, y)])
+  assert 'a??[1m?b' in text
+  assert not set(text) & set('\0\x1b\u202e')
+
+
+def test_a_page_that_cannot_be_written_leaves_no_part(tmp_path):
+  (tmp_path / 'report.html').mkdir()
+  with pytest.raises(OSError, match='report'):
+    _write(tmp_path, [_run('loss_cispo')])
+  assert not list(tmp_path.glob('*.part'))
+  assert not (tmp_path / 'fit.json').exists()
+
+
 def test_many_evaluations_do_not_make_a_large_page(tmp_path):
   x = np.linspace(1.0, 60.0, 20_000)
   y = paper_data.law(x, 0.2, 0.7, 1.8, 15.0)

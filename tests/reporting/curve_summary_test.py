@@ -92,7 +92,7 @@ def test_held_out_evaluations_score_the_fit():
   assert document['held_out']['num_points'] == len(errors)
   assert document['held_out']['coverage'] == pytest.approx(np.mean(hits))
   table = _tables(document)['Held out: compute above 5000']
-  assert [row[0] for row in table.rows] == [*names, 'all']
+  assert [row[0] for row in table.rows] == [*names, 'all runs']
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,45 @@ def test_r0_is_taken_as_it_is_said(r0, rule, value):
     assert f'  R0 ({rule}): ' in curve_summary.to_text(document)
 
 
-def test_without_a_target_it_is_a_little_more_than_the_last_pass_rate():
-  document = _summarize(budget=20000.0)
-  last = paper_data.points('loss_cispo')[1][-1]
-  verdict = document['runs']['loss_cispo']['verdict']
-  assert verdict['target'] == pytest.approx(last + 0.02)
-  assert 'target: last fitted' in curve_summary.to_text(document)
+def test_without_a_target_it_is_a_little_more_than_what_is_reached():
+  run = _run()
+  broken = run._replace(pass_rate=np.append(run.pass_rate[:-1], 0.0))
+  for given in (run, broken):
+    document = _summarize(given, budget=20000.0)
+    found = document['runs']['loss_cispo']
+    reached = paper_data.law(run.compute[-1], **found['params'])
+    target = found['verdict']['target']
+    assert target == pytest.approx(reached + 0.02)
+    assert target == pytest.approx(run.pass_rate[-1] + 0.02, abs=0.01)
+  assert 'target: the curve at its last' in curve_summary.to_text(document)
+
+
+def test_an_evaluation_far_off_the_curve_is_named():
+  run = _run()
+  assert 'far off' not in curve_summary.to_text(_summarize(run))
+  rate = run.pass_rate.copy()
+  rate[7] = 0.01
+  document = _summarize(run._replace(pass_rate=rate))
+  (found,) = document['runs'].values()
+  assert found['far_off'] == {'compute': [run.compute[7]], 'pass_rate': [0.01]}
+  assert 'far off the curve: 1 (first: 0.01' in curve_summary.to_text(document)
+
+
+def test_many_runs_stay_readable():
+  runs = [
+    curve_summary.Run(f'{i}-' + 'x' * 500, *paper_data.points('loss_cispo'))
+    for i in range(9)
+  ]
+  runs = [
+    r._replace(
+      compute=r.compute * (1 + i), pass_rate=r.pass_rate * (1 - i / 99)
+    )
+    for i, r in enumerate(runs)
+  ]
+  text = curve_summary.to_text(_summarize(*runs))
+  assert text.count(' overtakes ') <= 20
+  table = text[: text.index('Comparison')]
+  assert max(map(len, table.splitlines())) < 300
 
 
 def test_a_budget_that_is_spent_is_named():
