@@ -17,7 +17,9 @@ _PAGES = ('README.md', 'docs/curves.md')
 
 
 def _blocks(language: str, text: str = _TEXT) -> list[str]:
-  return re.findall(rf'^```{language}\n(.*?)^```$', text, re.M | re.S)
+  # All languages first: a fence that closes one block opens no other.
+  found = re.findall(r'^```(\w*)\n(.*?)^```$', text, re.M | re.S)
+  return [block for name, block in found if name == language]
 
 
 def _files() -> list[str]:
