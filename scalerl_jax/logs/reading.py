@@ -33,11 +33,12 @@ def read(
       (each run of a wide one is a curve), event files of TensorBoard. Or
       directories, searched for `curve.csv` of runs and for event files.
     x: Column or tag of the compute; None: the first of `compute`,
-      `device_hours`, `gpu_hours`, `flops`, `tokens`, `step`, `_step`, `Step`,
-      `global_step`, `train/global_step`. TensorBoard has `step` and `wall_time`
-      besides its tags; `step` is the default. `wall_time`, `_runtime`,
-      `_timestamp` and `Wall time` are taken for seconds and become hours since
-      the start.
+      `device_hours`, `gpu_hours`, `flops`, `tokens`, `step`, `_step`,
+      `global_step`, `train/global_step`, `training/global_step`, in any case.
+      The first column of a wide export of Weights & Biases is its x.
+      TensorBoard has `step` and `wall_time` besides its tags; `step` is the
+      default. `wall_time`, `_runtime`, `_timestamp` and `Relative Time (...)`
+      are taken for seconds and become hours since the start.
     y: Column or tag of the pass rate; None: the one whose name, after the last
       slash and without `eval_`, `val_` or `test_`, is `pass_rate`, such as
       `mean@16`, `accuracy` or `acc`, `score`, `reward`, `value`.

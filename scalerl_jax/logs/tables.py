@@ -142,8 +142,15 @@ def _table(
 
 
 def _csv(path: pathlib.Path, text: str) -> Table:
-  lines = [n for n in text.splitlines() if n.strip() and n[0] != '#']
-  head = lines[0] if lines else ''
+  # A comment is no header, but a header may be marked as a comment.
+  head = next(
+    (
+      line
+      for line in text.splitlines()
+      if line.strip() and (line[0] != '#' or set(line) & set(',\t;'))
+    ),
+    '',
+  )
   delimiter = '\t' if path.suffix == '.tsv' else max(',\t;', key=head.count)
   reader = csv.reader(
     io.StringIO(text, newline=''), delimiter=delimiter, strict=True
@@ -152,7 +159,9 @@ def _csv(path: pathlib.Path, text: str) -> Table:
   records, rows, ragged = [], [], []
   try:
     for record in reader:
-      if not record or (not names and record[0].startswith('#')):
+      if not record or (
+        not names and len(record) == 1 and record[0].startswith('#')
+      ):
         continue
       if delimiter == ';':  # Where the comma is that of decimals.
         record = [
@@ -160,6 +169,7 @@ def _csv(path: pathlib.Path, text: str) -> Table:
           for c in record
         ]
       if not names:
+        record[0] = record[0].removeprefix('#')
         names = [n.strip() or f'column {i}' for i, n in enumerate(record, 1)]
       elif len(record) != len(names):
         ragged.append(reader.line_num)

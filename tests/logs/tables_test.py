@@ -530,6 +530,13 @@ def test_decimal_commas_and_comments(tmp_path):
   assert "'acc' is '0,291'" in refusal(bad)
 
 
+def test_a_header_may_be_marked_as_a_comment(tmp_path):
+  text = '# compute,pass_rate\n1,0.25\n2,0.5\n'
+  (curve,), _ = logs.read(write(tmp_path / 'a.csv', text))
+  assert (curve.x, curve.y) == ('compute', 'pass_rate')
+  assert len(curve.compute) == 2
+
+
 _BOUNDED = '"{x}","a - _step","a - acc","a - acc__MIN","a - acc__MAX"\n'
 
 
