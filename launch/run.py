@@ -1,7 +1,12 @@
 """Runs or resumes an experiment.
 
     python launch/run.py --config=configs/toy.py[:VARIANT] [--workdir=DIR]
-        [--config.FIELD=VALUE ...] [--dry_run]
+        [--config.FIELD=VALUE ...]
+        [--dry_run [--device_memory_gib=M] [--device_tflops=F]]
+
+`--dry_run` checks the config and the problem files, compiles the train step for
+the configured mesh over simulated devices, and prints what it needs; exit code
+1 where that does not fit the memory, or the compiler gathers an array whole.
 
 Bad input ends with one line on stderr and exit code 2, a run that fails on the
 way with one line and exit code 1.
@@ -10,6 +15,7 @@ way with one line and exit code 1.
 from collections.abc import Sequence
 import json
 import logging
+import math
 import pathlib
 import sys
 
@@ -30,7 +36,13 @@ _WORKDIR = flags.DEFINE_string(
   ' runs/FILE-VARIANT-seedSEED.',
 )
 _DRY_RUN = flags.DEFINE_bool(
-  'dry_run', False, 'Check the config and the problem files, and stop.'
+  'dry_run', False, 'Check the config, print what a step needs, and stop.'
+)
+_MEMORY = flags.DEFINE_float(
+  'device_memory_gib', None, 'Memory of a device.', lower_bound=0
+)
+_TFLOPS = flags.DEFINE_float(
+  'device_tflops', None, 'Peak of a device, in 10^12 per s.', lower_bound=0
 )
 
 
@@ -57,8 +69,9 @@ def main(argv: Sequence[str]) -> int:
     if _DRY_RUN.value:
       _check_data(run_config)
       print(json.dumps(config_lib.to_dict(run_config), indent=2))
+      code = _plan(run_config)
       print(f'would run in {workdir}')
-      return 0
+      return code
     compilation.use_cache()
     # Not before the config is known to be right: it imports everything.
     from scalerl_jax import build
@@ -124,6 +137,20 @@ def _check_data(run_config: config_lib.RunConfig) -> None:
       )
   if len(found) == 2:
     data.check_disjoint(*found)
+
+
+def _plan(run_config: config_lib.RunConfig) -> int:
+  """Prints what a step needs; returns the exit code."""
+  from scalerl_jax import build
+
+  build.simulate_devices(math.prod(run_config.mesh.shape))
+  text, sound = build.report(
+    build.plan(run_config),
+    device_memory=None if _MEMORY.value is None else _MEMORY.value * 2**30,
+    device_flops=None if not _TFLOPS.value else _TFLOPS.value * 1e12,
+  )
+  print(text)
+  return 0 if sound else 1
 
 
 def _one_line(error: Exception) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from scalerl_jax import config as config_lib
 from scalerl_jax import data
@@ -286,13 +287,7 @@ def _make_trainer(
       mesh = sharding.make_mesh(config.mesh.shape)
     except ValueError as error:
       raise config_lib.ConfigError(str(error)) from None
-  step_fn = step_lib.make_train_step(
-    models.make_policy_fn(spec, temperature=config.engine.temperature),
-    tx,
-    recipes.make(config.recipe, **config.recipe_args),
-    mesh=mesh,
-    num_microbatches=config.batch.num_microbatches,
-  )
+  step_fn = make_step(config, spec, tx, mesh)
   if mesh is None:
     state = state_lib.init(params, tx)
   else:
@@ -310,6 +305,32 @@ def _make_trainer(
     pad_id=pad_id,
     max_nonfinite_streak=config.optimizer.max_nonfinite_streak,
     num_devices=1 if mesh is None else mesh.size,
+  )
+
+
+def make_step(
+  config: config_lib.RunConfig,
+  spec: models.ModelSpec,
+  tx: optax.GradientTransformation,
+  mesh: jax.sharding.Mesh | None,
+) -> Any:
+  """Makes the train step of a configuration.
+
+  Args:
+    config: The configuration.
+    spec: The model.
+    tx: The optimizer.
+    mesh: None: one device.
+
+  Returns:
+    The jitted step, which can be lowered too.
+  """
+  return step_lib.make_train_step(
+    models.make_policy_fn(spec, temperature=config.engine.temperature),
+    tx,
+    recipes.make(config.recipe, **config.recipe_args),
+    mesh=mesh,
+    num_microbatches=config.batch.num_microbatches,
   )
 
 

@@ -51,21 +51,49 @@ def init_sharded(
   Returns:
     The state, all of it on the mesh.
   """
-  mesh = jax.tree.leaves(shardings)[0].mesh
-  replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   placed = jax.device_put(jax.tree.map(jnp.copy, params), shardings)
-  abstract = jax.eval_shape(tx.init, placed)
-  opt_shardings = optax.tree.map_params(
-    tx,
-    lambda _, sharding: sharding,
-    abstract,
-    shardings,
-    transform_non_params=lambda _: replicated,
-  )
-  zero = jax.device_put(jnp.zeros((2,), jnp.int32), replicated)
+  wanted = abstract(placed, tx, shardings)
+  opt_shardings = jax.tree.map(lambda x: x.sharding, wanted.opt_state)
+  zero = jax.device_put(jnp.zeros((2,), jnp.int32), wanted.version.sharding)
   return TrainState(
     params=placed,
     opt_state=jax.jit(tx.init, out_shardings=opt_shardings)(placed),
     version=zero[0],
     nonfinite_streak=zero[1],
+  )
+
+
+def abstract(
+  params: Any, tx: optax.GradientTransformation, shardings: Any
+) -> TrainState:
+  """Describes a state without allocating it.
+
+  Args:
+    params: Parameters, or their shapes and dtypes.
+    tx: The optimizer.
+    shardings: Tree of `NamedSharding` like `params`.
+
+  Returns:
+    The state, its leaves `jax.ShapeDtypeStruct` with shardings.
+  """
+  mesh = jax.tree.leaves(shardings)[0].mesh
+  replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  opt_state = jax.eval_shape(tx.init, params)
+  opt_shardings = optax.tree.map_params(
+    tx,
+    lambda _, sharding: sharding,
+    opt_state,
+    shardings,
+    transform_non_params=lambda _: replicated,
+  )
+
+  def describe(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+  return TrainState(
+    params=jax.tree.map(describe, params, shardings),
+    opt_state=jax.tree.map(describe, opt_state, opt_shardings),
+    version=count,
+    nonfinite_streak=count,
   )

@@ -215,25 +215,32 @@ def make_train_step(
 
   if mesh is None:
     return jax.jit(step, donate_argnums=0)
-  return _keep_shardings(step)
+  return _ShardedStep(step)
 
 
-def _keep_shardings(step: Callable[..., Any]) -> Callable[..., Any]:
-  """Jits a step that returns the state sharded as it is first given."""
-  jitted: Callable[..., Any] | None = None
+class _ShardedStep:
+  """A jitted step that returns the state sharded as it is first given."""
 
-  def call(
-    state: state_lib.TrainState, batch: arrays.Batch
-  ) -> tuple[state_lib.TrainState, StepMetrics]:
-    nonlocal jitted
-    if jitted is None:
+  def __init__(self, step: Callable[..., Any]) -> None:
+    self._step = step
+    self._jitted: Any = None
+
+  def __call__(self, state: state_lib.TrainState, batch: arrays.Batch) -> Any:
+    return self._for(state)(state, batch)
+
+  def lower(self, state: Any, batch: Any) -> Any:
+    """Lowers the step for a state and a batch that may be abstract."""
+    return self._for(state).lower(state, batch)
+
+  def _for(self, state: Any) -> Any:
+    if self._jitted is None:
       # Left to XLA, the output of a replicated array may come out sharded,
       # and the next step would compile again.
       shardings = jax.tree.map(lambda x: x.sharding, state)
-      jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    return jitted(state, batch)
-
-  return call
+      self._jitted = jax.jit(
+        self._step, donate_argnums=0, out_shardings=(shardings, None)
+      )
+    return self._jitted
 
 
 def diagnose(

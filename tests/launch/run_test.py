@@ -56,6 +56,16 @@ def test_dry_run_prints_the_config_and_leaves_no_trace(tmp_path):
   assert '"recipe": "grpo"' in done.stdout
   assert done.stdout.endswith('would run in runs/tiny-grpo-seed7\n')
   assert not (tmp_path / 'runs').exists()
+  assert 'parameters on 1 device(s)' in done.stdout
+
+
+def test_dry_run_says_whether_it_fits(tmp_path):
+  flags = ('--dry_run', '--device_tflops=100')
+  for memory, code, text in ((1, 0, 'fits: '), (1e-6, 1, 'does not fit: ')):
+    done = _run(tmp_path, *flags, f'--device_memory_gib={memory}')
+    assert done.returncode == code, done.stderr
+    assert f'\n{text}' in done.stdout
+    assert 'device-hours a step' in done.stdout
 
 
 @pytest.mark.parametrize(
