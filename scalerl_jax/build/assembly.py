@@ -326,7 +326,11 @@ def make_step(
     The jitted step, which can be lowered too.
   """
   return step_lib.make_train_step(
-    models.make_policy_fn(spec, temperature=config.engine.temperature),
+    models.make_policy_fn(
+      spec,
+      temperature=config.engine.temperature,
+      placement=None if mesh is None else sharding.placement(mesh),
+    ),
     tx,
     recipes.make(config.recipe, **config.recipe_args),
     mesh=mesh,

@@ -181,8 +181,7 @@ def _advice(found: Plan) -> str:
 def _batch(
   config: config_lib.RunConfig, rows: int, mesh: jax.sharding.Mesh
 ) -> arrays.Batch:
-  spread = jax.sharding.PartitionSpec(('data', 'fsdp'))
-  grid = jax.sharding.NamedSharding(mesh, spread)
+  grid = sharding.placement(mesh).rows
   whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   T, R = config.batch.max_tokens, config.batch.rows
   kinds = {

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 from scalerl_jax import arrays
+from scalerl_jax import sharding
 from scalerl_jax.losses import logps
 from scalerl_jax.models import attention
 from scalerl_jax.models import cache as cache_lib
@@ -120,6 +121,7 @@ def forward(
   cache: cache_lib.KVCache | None = None,
   *,
   collect_kv: bool = False,
+  placement: sharding.Placement | None = None,
 ) -> Output:
   """Runs the transformer up to the input of the LM head.
 
@@ -132,6 +134,9 @@ def forward(
     cache: None for whole rows. Else the new tokens are written at its column
       and see the visible columns and, among the new, those up to themselves.
     collect_kv: Whether to return the keys and values of whole rows.
+    placement: Of activations of whole rows, where parameters are sharded; None:
+      left to the compiler, which may choose to compute all rows on every device
+      rather than to gather the weights.
 
   Returns:
     `Output`.
@@ -148,13 +153,27 @@ def forward(
     if segment_ids is None:
       raise ValueError('segment_ids are needed where no cache is given')
     mask = attention.segment_mask(segment_ids)
-    x, kv = _scanned_blocks(params, spec, x, cos, sin, mask, collect_kv)
+
+    def spread(x: jax.Array) -> jax.Array:
+      if placement is None:
+        return x
+      return jax.lax.with_sharding_constraint(x, placement.rows)
+
+    if placement is not None:
+      x = jax.lax.with_sharding_constraint(x, placement.embedded)
+    x, kv = _scanned_blocks(
+      params, spec, spread(x), cos, sin, mask, collect_kv, spread
+    )
   hidden = layers.rms_norm(x, params['final_norm'], eps=spec.norm_eps)
   return Output(hidden, cache, kv)
 
 
 def make_policy_fn(
-  spec: spec_lib.ModelSpec, *, temperature: float, chunk_size: int = 4096
+  spec: spec_lib.ModelSpec,
+  *,
+  temperature: float,
+  chunk_size: int = 4096,
+  placement: sharding.Placement | None = None,
 ) -> Callable[..., arrays.TokenScores]:
   """Makes the function that scores given tokens, as the train step wants it.
 
@@ -166,6 +185,7 @@ def make_policy_fn(
     spec: The model.
     temperature: Sampling temperature; logits are divided by it.
     chunk_size: Tokens whose logits exist at one time.
+    placement: As for `forward`.
 
   Returns:
     (params, tokens, positions, segment_ids) → `TokenScores`.
@@ -177,7 +197,9 @@ def make_policy_fn(
     positions: Int[Array, 'B T'],
     segment_ids: Int[Array, 'B T'],
   ) -> arrays.TokenScores:
-    hidden = forward(params, spec, tokens, positions, segment_ids).hidden
+    hidden = forward(
+      params, spec, tokens, positions, segment_ids, placement=placement
+    ).hidden
     scores = logps.token_logps(
       hidden[:, :-1],
       head_matrix(params),
@@ -233,6 +255,7 @@ def _scanned_blocks(
   sin: jax.Array,
   mask: jax.Array,
   collect_kv: bool,
+  spread: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, KeyValues | None]:
   def block_fn(
     x: jax.Array, block: Params
@@ -243,7 +266,7 @@ def _scanned_blocks(
       attended = attention.full_attention(q, k, v, mask)
     with jax.named_scope('mlp'):
       x = _finish_block(block, spec, x, attended)
-    return x, KeyValues(k, v) if collect_kv else None
+    return spread(x), KeyValues(k, v) if collect_kv else None
 
   if spec.remat == 'dots':
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

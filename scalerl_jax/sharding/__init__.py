@@ -2,7 +2,16 @@
 
 from scalerl_jax.sharding.rules import MESH_AXES as MESH_AXES
 from scalerl_jax.sharding.rules import RULES as RULES
+from scalerl_jax.sharding.rules import Placement as Placement
 from scalerl_jax.sharding.rules import make_mesh as make_mesh
 from scalerl_jax.sharding.rules import param_shardings as param_shardings
+from scalerl_jax.sharding.rules import placement as placement
 
-__all__ = ('MESH_AXES', 'RULES', 'make_mesh', 'param_shardings')
+__all__ = (
+  'MESH_AXES',
+  'Placement',
+  'RULES',
+  'make_mesh',
+  'param_shardings',
+  'placement',
+)

@@ -6,7 +6,7 @@ are replicated over data.
 
 from collections.abc import Mapping, Sequence
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -48,6 +48,34 @@ def make_mesh(
     )
   grid = np.array(found[:needed]).reshape(tuple(shape))
   return jax.sharding.Mesh(grid, MESH_AXES)
+
+
+class Placement(NamedTuple):
+  """Where activations [B, T, D] lie."""
+
+  # As looked up: a table whose columns are on fsdp gives columns there. From
+  # here to `rows` is one all-to-all over fsdp, and back for the gradient;
+  # without this step the compiler would gather all rows on every device.
+  embedded: jax.sharding.NamedSharding
+  rows: jax.sharding.NamedSharding  # Spread over data and fsdp; all of D.
+
+
+def placement(mesh: jax.sharding.Mesh) -> Placement:
+  """Places activations so that each device computes its own rows only.
+
+  Args:
+    mesh: A mesh of `MESH_AXES`.
+
+  Returns:
+    The placement; `rows` also fits [B, T].
+  """
+  specs = (('data', None, RULES['embed']), (('data', 'fsdp'),))
+  return Placement(
+    *(
+      jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+      for spec in specs
+    )
+  )
 
 
 def param_shardings(axes: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -22,11 +22,11 @@ import optax
 from scalerl_jax import arrays
 from scalerl_jax import losses
 from scalerl_jax import recipes
+from scalerl_jax import sharding
 from scalerl_jax.training import state as state_lib
 
 NUM_LAG_BINS = 16
 NUM_POSITION_BUCKETS = 4
-_ROWS = jax.sharding.PartitionSpec(('data', 'fsdp'))
 
 
 class StepMetrics(NamedTuple):
@@ -184,10 +184,10 @@ def make_train_step(
         f' times {row_shards} row shards of the mesh'
       )
     if mesh is not None:
-      sharding = jax.sharding.NamedSharding(mesh, _ROWS)
+      spread = sharding.placement(mesh).rows
       batch = jax.tree.map(
         lambda x: (
-          jax.lax.with_sharding_constraint(x, sharding) if x.ndim == 2 else x
+          jax.lax.with_sharding_constraint(x, spread) if x.ndim == 2 else x
         ),
         batch,
       )

@@ -55,6 +55,19 @@ def test_a_mesh_divides_what_is_sharded(mesh):
   assert not many.rematerializations
 
 
+def test_each_device_computes_its_own_rows_only():
+  config = _config()
+  # Narrow and long, so that activations outweigh the weights by far.
+  batch = dataclasses.replace(config.batch, prompts=64)
+  one = dataclasses.replace(config, batch=batch)
+  many = dataclasses.replace(
+    one, mesh=dataclasses.replace(one.mesh, data=2, fsdp=4)
+  )
+  whole, part = build.plan(one), build.plan(many)
+  assert whole.temporaries > 20 * whole.weights
+  assert part.temporaries < 0.2 * whole.temporaries
+
+
 def test_a_mesh_that_is_too_large_is_refused():
   with pytest.raises(config_lib.ConfigError, match='needs 16 devices'):
     build.plan(_config(data=4, fsdp=2, expert=2))

@@ -1,0 +1,48 @@
+"""Activations that are placed by rule change no number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalerl_jax import models
+from scalerl_jax import sharding
+from tests import tiny_model
+
+
+@pytest.mark.parametrize(
+  'shape', [(8, 1, 1, 1), (2, 4, 1, 1), (2, 2, 2, 1), (1, 4, 2, 1)]
+)
+@pytest.mark.parametrize('remat', ['none', 'full'])
+def test_scores_and_gradients_are_those_of_one_device(shape, remat):
+  spec = tiny_model.spec(
+    vocab_size=16,
+    model_dim=16,
+    hidden_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    num_layers=2,
+    remat=remat,
+  )
+  params = models.init_params(spec, jax.random.key(0))
+  rng = np.random.default_rng(0)
+  tokens = jnp.asarray(rng.integers(0, 16, (16, 12)))
+  positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+  weights = jnp.asarray(rng.normal(size=tokens.shape), jnp.float32)
+
+  def loss(params, placement):
+    policy = models.make_policy_fn(spec, temperature=0.7, placement=placement)
+    scores = policy(params, tokens, positions, jnp.ones_like(tokens))
+    return jnp.sum(weights * scores.logp)
+
+  step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+  expected = step(params, None)
+  mesh = sharding.make_mesh(shape)
+  placed = jax.device_put(
+    params, sharding.param_shardings(models.logical_axes(spec), mesh)
+  )
+  got = step(placed, sharding.placement(mesh))
+  scale = abs(float(expected[0]))
+  np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5 * scale)
+  for a, b in zip(*map(jax.tree.leaves, (got[1], expected[1])), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
