@@ -9,8 +9,8 @@ from scalerl_jax.sharding.rules import placement as placement
 
 __all__ = (
   'MESH_AXES',
-  'Placement',
   'RULES',
+  'Placement',
   'make_mesh',
   'param_shardings',
   'placement',
