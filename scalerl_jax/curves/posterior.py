@@ -124,7 +124,8 @@ def _prior_terms(
       start = np.clip(r0, _MIN_START, 1 - _MIN_START)
       means[3] = special.logit(start)
       stds[3] = prior.r0_std / (start * (1 - start))
-  return _PriorTerms(*(jnp.asarray(v) for v in (shapes, means, stds**-2)))
+  # Host arrays: they go to the device with the call that uses them.
+  return _PriorTerms._make((shapes, means, stds**-2))
 
 
 class _Start(NamedTuple):
@@ -385,14 +386,16 @@ def sample(
   log_max = float(np.asarray(points.log_c)[real].max())
   terms = _prior_terms(prior, log_max, r0)
   free_r0 = r0 is None or (prior is not None and prior.r0_std > 0)
-  held = theta[0]
+  held = float(np.asarray(theta)[0])
   z, hessian, rho_chance = (
     np.asarray(v) for v in _mode(theta, points, terms, free_r0=free_r0)
   )
-  known = _Start(
-    held if r0 is None else jnp.asarray(float(r0)),
-    jnp.asarray(_r0_precision(r0, prior)),
-    jnp.asarray(not free_r0),
+  known = _Start._make(
+    (
+      np.float64(held if r0 is None else r0),
+      np.float64(_r0_precision(r0, prior)),
+      np.bool_(not free_r0),
+    )
   )
   linear = importance.linear_steps()
   density = linear.both_density if free_r0 else linear.second_density
@@ -417,7 +420,7 @@ def sample(
   uniform, chi = importance.noise_columns(float(real.sum()))
   which = np.sum(np.cumsum(chance, 1)[picked, :-1] < uniform[:, None], 1)
   sigma = np.sqrt(quadratic[picked, which] / chi)
-  start = special.expit(z[3]) if free_r0 else float(held)
+  start = special.expit(z[3]) if free_r0 else held
   a = start + (1 - start) * special.expit(z[0])
   mode = np.array([start, a, z[1], z[2]])
   rho = float(w @ chance @ np.array(_RHO))
