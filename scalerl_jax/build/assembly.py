@@ -109,7 +109,7 @@ class _Experiment:
     )
     self._tokenizer = tokenizer
     self.recorder = recorder
-    self._spec = config.model.spec(vocab_size=tokenizer.vocab_size)
+    self._spec = config.spec
     init_key, train_key, eval_key = jax.random.split(
       jax.random.key(config.seed), 3
     )
@@ -283,10 +283,7 @@ def _make_trainer(
   tx = optimizer.make_optimizer(config.optimizer)
   mesh = None
   if max(config.mesh.shape) > 1:
-    try:
-      mesh = sharding.make_mesh(config.mesh.shape)
-    except ValueError as error:
-      raise config_lib.ConfigError(str(error)) from None
+    mesh = make_mesh(config)
   step_fn = make_step(config, spec, tx, mesh)
   if mesh is None:
     state = state_lib.init(params, tx)
@@ -306,6 +303,24 @@ def _make_trainer(
     max_nonfinite_streak=config.optimizer.max_nonfinite_streak,
     num_devices=1 if mesh is None else mesh.size,
   )
+
+
+def make_mesh(config: config_lib.RunConfig) -> jax.sharding.Mesh:
+  """Makes the mesh of a configuration.
+
+  Args:
+    config: The configuration.
+
+  Returns:
+    The mesh.
+
+  Raises:
+    config_lib.ConfigError: There are fewer devices than it needs.
+  """
+  try:
+    return sharding.make_mesh(config.mesh.shape)
+  except ValueError as error:
+    raise config_lib.ConfigError(str(error)) from None
 
 
 def make_step(

@@ -6,7 +6,6 @@ import pathlib
 import jax
 
 from scalerl_jax import config as config_lib
-from scalerl_jax import data
 from scalerl_jax import hf
 from scalerl_jax import models
 from scalerl_jax.training import checkpointing
@@ -48,13 +47,11 @@ def export(
   except (ValueError, KeyError, TypeError):
     raise config_lib.ConfigError(f'{path} is not that of a run') from None
   config = config_lib.from_config_dict(fields)
-  spec = config.model.spec(vocab_size=data.ByteTokenizer().vocab_size)
-  template = jax.eval_shape(
-    lambda key: models.init_params(spec, key), jax.random.key(0)
-  )
+  spec = config.spec
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   template = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), template
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+    models.abstract_params(spec),
   )
   found, params = checkpointing.read_params(
     workdir / 'checkpoints', template, updates=updates

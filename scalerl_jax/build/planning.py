@@ -14,15 +14,15 @@ import tempfile
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from scalerl_jax import arrays
 from scalerl_jax import config as config_lib
-from scalerl_jax import data
 from scalerl_jax import models
 from scalerl_jax import sharding
 from scalerl_jax.build import assembly
 from scalerl_jax.reporting import compute
+from scalerl_jax.training import batching
 from scalerl_jax.training import optimizer
 from scalerl_jax.training import state as state_lib
 
@@ -77,15 +77,10 @@ def plan(config: config_lib.RunConfig) -> Plan:
   Raises:
     config_lib.ConfigError: There are fewer devices than the mesh needs.
   """
-  spec = config.model.spec(vocab_size=data.ByteTokenizer.vocab_size)
-  try:
-    mesh = sharding.make_mesh(config.mesh.shape)
-  except ValueError as error:
-    raise config_lib.ConfigError(str(error)) from None
+  spec = config.spec
+  mesh = assembly.make_mesh(config)
   tx = optimizer.make_optimizer(config.optimizer)
-  params = jax.eval_shape(
-    lambda key: models.init_params(spec, key), jax.random.key(0)
-  )
+  params = models.abstract_params(spec)
   placed = sharding.param_shardings(models.logical_axes(spec), mesh)
   state = state_lib.abstract(params, tx, placed)
   rows = -(-config.batch.rows // config.row_multiple) * config.row_multiple
@@ -155,19 +150,17 @@ def report(
       f'at {utilization:.0%} of the peak: {seconds:.3g} s and {hours:.3g}'
       ' device-hours a step, generation apart'
     )
-  if device_memory is not None:
-    left = device_memory - found.total
-    verdict = f'fits: {_size(left)} are left'
-    if left < 0:
-      verdict = f'does not fit: {_size(-left)} too much; {_advice(found)}'
-    lines.append(verdict)
+  left = math.inf if device_memory is None else device_memory - found.total
+  if left < 0:
+    lines.append(f'does not fit: {_size(-left)} too much; {_advice(found)}')
+  elif device_memory is not None:
+    lines.append(f'fits: {_size(left)} are left')
   if found.rematerializations:
     lines.append(
       f'{found.rematerializations} involuntary rematerialization(s): an array'
       ' is gathered whole on every device; change the mesh'
     )
-  fits = device_memory is None or found.total <= device_memory
-  return '\n'.join(lines), fits and not found.rematerializations
+  return '\n'.join(lines), left >= 0 and not found.rematerializations
 
 
 def _advice(found: Plan) -> str:
@@ -183,20 +176,16 @@ def _batch(
 ) -> arrays.Batch:
   grid = sharding.placement(mesh).rows
   whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  T, R = config.batch.max_tokens, config.batch.rows
-  kinds = {
-    'loss_mask': bool,
-    'behavior_logp': jnp.float32,
-    'rewards': jnp.float32,
-    'valid': bool,
-  }
-  fields: dict[str, Any] = {}
-  for name in arrays.Batch._fields:
-    dtype = kinds.get(name, jnp.int32)
-    is_row = name not in ('rewards', 'valid', 'prompt_index')
-    shape, place = ((rows, T), grid) if is_row else ((R,), whole)
-    fields[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-  return arrays.Batch(**fields)._replace(reference_logp=None)
+
+  def describe(x: np.ndarray) -> jax.ShapeDtypeStruct:
+    is_row = x.ndim == 2
+    return jax.ShapeDtypeStruct(
+      (rows, config.batch.max_tokens) if is_row else (config.batch.rows,),
+      x.dtype,
+      sharding=grid if is_row else whole,
+    )
+
+  return jax.tree.map(describe, batching.empty(1, 1, 1, pad_id=0))
 
 
 def _bytes(tree: Any) -> int:

@@ -79,6 +79,11 @@ class RunConfig:
         )
 
   @property
+  def spec(self) -> spec_lib.ModelSpec:
+    """The model, with the vocabulary of the tokenizer."""
+    return self.model.spec(vocab_size=tokenizer.ByteTokenizer.vocab_size)
+
+  @property
   def row_multiple(self) -> int:
     """What the rows of a batch are padded to a multiple of.
 
@@ -130,8 +135,7 @@ class RunConfig:
 
   def _check_sharding(self) -> None:
     sizes = dict(zip(rules.MESH_AXES, self.mesh.shape, strict=True))
-    spec = self.model.spec(vocab_size=tokenizer.ByteTokenizer.vocab_size)
-    for path, info in spec_lib.parameter_table(spec).items():
+    for path, info in spec_lib.parameter_table(self.spec).items():
       for size, name in zip(info.shape, info.axes, strict=True):
         axis = None if name is None else rules.RULES[name]
         if axis is not None and size % sizes[axis]:

@@ -65,50 +65,8 @@ def spec_from_hf(
     HfError: A family or an option that is not implemented, or a field that is
       missing or has a value that cannot be used.
   """
-  kind = config.get('model_type')
-  if kind not in _FAMILIES:
-    raise errors.HfError(
-      f'config.json: model_type={kind!r} is not implemented; these are:'
-      f' {", ".join(_FAMILIES)}'
-    )
-  for field, only in _ONLY.items():
-    if config.get(field, only) != only:
-      raise errors.HfError(
-        f'config.json: {field}={config[field]!r} is not implemented, only'
-        f' {only!r} is'
-      )
-  layers = config.get('layer_types') or ()
-  if others := sorted(set(layers) - {'full_attention'}):
-    raise errors.HfError(
-      f'config.json: layer_types={others} are not implemented, only'
-      " 'full_attention' is"
-    )
-  missing = [name for name in _SIZES.values() if config.get(name) is None]
-  if missing:
-    raise errors.HfError(f'config.json: has no {", ".join(missing)}')
-  sizes: dict[str, Any] = {
-    ours: _integer(config, name) for ours, name in _SIZES.items()
-  }
-  heads = max(sizes['num_heads'], 1)  # Less is refused below.
-  rope = _rope(config)
   try:
-    if config.get('head_dim') is None and sizes['model_dim'] % heads:
-      raise ValueError(
-        f'hidden_size={sizes["model_dim"]} must be a multiple of'
-        f' num_attention_heads={heads} where no head_dim is given'
-      )
-    return models.ModelSpec(
-      **sizes,
-      num_kv_heads=_integer(config, 'num_key_value_heads', heads),
-      head_dim=_integer(config, 'head_dim', sizes['model_dim'] // heads),
-      rope_theta=_number(rope, 'rope_theta', _DEFAULT_THETA),
-      rope_scaling=_scaling(rope, config),
-      norm_eps=_number(config, 'rms_norm_eps', _DEFAULT_EPS),
-      tied_head=bool(config.get('tie_word_embeddings', False)),
-      dtype=dtype,
-      remat=remat,
-      **_FAMILIES[kind],
-    )
+    return _spec(config, dtype, remat)
   except ValueError as error:
     raise errors.HfError(f'config.json: {error}') from None
 
@@ -156,6 +114,52 @@ def config_from_spec(spec: models.ModelSpec, *, dtype: str) -> dict[str, Any]:
   }
 
 
+def _spec(
+  config: Mapping[str, Any], dtype: str, remat: str
+) -> models.ModelSpec:
+  kind = config.get('model_type')
+  if kind not in _FAMILIES:
+    raise ValueError(
+      f'model_type={kind!r} is not implemented; these are:'
+      f' {", ".join(_FAMILIES)}'
+    )
+  for field, only in _ONLY.items():
+    if config.get(field, only) != only:
+      raise ValueError(
+        f'{field}={config[field]!r} is not implemented, only {only!r} is'
+      )
+  layers = config.get('layer_types') or ()
+  if others := sorted(set(layers) - {'full_attention'}):
+    raise ValueError(
+      f"layer_types={others} are not implemented, only 'full_attention' is"
+    )
+  missing = [name for name in _SIZES.values() if config.get(name) is None]
+  if missing:
+    raise ValueError(f'has no {", ".join(missing)}')
+  sizes: dict[str, Any] = {
+    ours: _integer(config, name) for ours, name in _SIZES.items()
+  }
+  heads = max(sizes['num_heads'], 1)  # Less is refused below.
+  rope = _rope(config)
+  if config.get('head_dim') is None and sizes['model_dim'] % heads:
+    raise ValueError(
+      f'hidden_size={sizes["model_dim"]} must be a multiple of'
+      f' num_attention_heads={heads} where no head_dim is given'
+    )
+  return models.ModelSpec(
+    **sizes,
+    num_kv_heads=_integer(config, 'num_key_value_heads', heads),
+    head_dim=_integer(config, 'head_dim', sizes['model_dim'] // heads),
+    rope_theta=_number(rope, 'rope_theta', _DEFAULT_THETA),
+    rope_scaling=_scaling(rope, config),
+    norm_eps=_number(config, 'rms_norm_eps', _DEFAULT_EPS),
+    tied_head=bool(config.get('tie_word_embeddings', False)),
+    dtype=dtype,
+    remat=remat,
+    **_FAMILIES[kind],
+  )
+
+
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
   """`rope_parameters`, or what older files have in its place."""
   found = config.get('rope_parameters')
@@ -165,9 +169,8 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
   if not isinstance(found, Mapping) or any(
     isinstance(v, Mapping) for v in found.values()
   ):
-    raise errors.HfError(
-      'config.json: rope_parameters that differ between layers are not'
-      ' implemented'
+    raise ValueError(
+      'rope_parameters that differ between layers are not implemented'
     )
   return found
 
@@ -179,8 +182,8 @@ def _scaling(
   if kind == 'default':
     return None
   if kind not in ('linear', 'llama3'):
-    raise errors.HfError(
-      f'config.json: rope_type={kind!r} is not implemented, only default,'
+    raise ValueError(
+      f'rope_type={kind!r} is not implemented, only default,'
       ' linear and llama3 are'
     )
   needed = {'factor': 'factor'} | (_LLAMA3 if kind == 'llama3' else {})
@@ -189,7 +192,7 @@ def _scaling(
   values = {**place, **rope}
   missing = [name for name in needed.values() if values.get(name) is None]
   if missing:
-    raise errors.HfError(f'config.json: rope {kind} has no {missing}')
+    raise ValueError(f'rope {kind} has no {missing}')
   numbers: dict[str, Any] = {
     ours: _integer(values, theirs)
     if ours == 'original_max_positions'
@@ -205,7 +208,7 @@ def _integer(
   value = config.get(name)
   value = default if value is None else value
   if isinstance(value, bool) or not isinstance(value, int):
-    raise errors.HfError(f'config.json: {name}={value!r} must be an integer')
+    raise ValueError(f'{name}={value!r} must be an integer')
   return value
 
 
@@ -215,5 +218,5 @@ def _number(
   value = config.get(name)
   value = default if value is None else value
   if isinstance(value, bool) or not isinstance(value, int | float):
-    raise errors.HfError(f'config.json: {name}={value!r} must be a number')
+    raise ValueError(f'{name}={value!r} must be a number')
   return float(value)

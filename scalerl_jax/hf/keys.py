@@ -83,10 +83,9 @@ class Tensor(NamedTuple):
 
   def to_stored(self, ours: np.ndarray) -> np.ndarray:
     """Turns all of ours into the tensor."""
-    rows_last = (math.prod(self.shape[: self.inputs or 0]), -1)
     if not self.inputs:
       return ours.reshape(self.stored_shape)
-    return np.ascontiguousarray(ours.reshape(rows_last).T)
+    return np.ascontiguousarray(ours.reshape(self.stored_shape[::-1]).T)
 
 
 def tensors(spec: models.ModelSpec) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -90,7 +91,7 @@ def _write_weights(
   files: list[list[keys.Tensor]] = [[]]
   room = max_file_bytes
   for tensor in keys.tensors(spec):
-    size = itemsize * int(np.prod(tensor.shape))
+    size = itemsize * math.prod(tensor.shape)
     if files[-1] and size > room:
       files.append([])
       room = max_file_bytes
@@ -122,7 +123,7 @@ def _write_file(
   end = 0
   for tensor in tensors:
     start = end
-    end += jnp.dtype(dtype).itemsize * int(np.prod(tensor.shape))
+    end += jnp.dtype(dtype).itemsize * math.prod(tensor.shape)
     header[tensor.name] = {
       'dtype': _STORED[dtype],
       'shape': list(tensor.stored_shape),

@@ -5,6 +5,7 @@ from scalerl_jax.models.spec import ModelSpec as ModelSpec
 from scalerl_jax.models.spec import RopeScaling as RopeScaling
 from scalerl_jax.models.spec import num_parameters as num_parameters
 from scalerl_jax.models.spec import parameter_table as parameter_table
+from scalerl_jax.models.transformer import abstract_params as abstract_params
 from scalerl_jax.models.transformer import forward as forward
 from scalerl_jax.models.transformer import head_matrix as head_matrix
 from scalerl_jax.models.transformer import init_params as init_params
@@ -16,6 +17,7 @@ __all__ = (
   'KVCache',
   'ModelSpec',
   'RopeScaling',
+  'abstract_params',
   'forward',
   'head_matrix',
   'init_params',

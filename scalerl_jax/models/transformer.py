@@ -65,6 +65,21 @@ def init_params(spec: spec_lib.ModelSpec, key: jax.Array) -> Params:
   return params
 
 
+def abstract_params(spec: spec_lib.ModelSpec) -> Params:
+  """Describes parameters without allocating them.
+
+  Args:
+    spec: The model.
+
+  Returns:
+    A tree like that of `init_params`; leaves are `jax.ShapeDtypeStruct`.
+  """
+  params: Params = {}
+  for path, info in spec_lib.parameter_table(spec).items():
+    _insert(params, path, jax.ShapeDtypeStruct(info.shape, jnp.float32))
+  return params
+
+
 def logical_axes(spec: spec_lib.ModelSpec) -> Params:
   """Names the axes of every parameter, for the sharding rules.
 

@@ -224,7 +224,7 @@ def _colors(num: int) -> Sequence[Any]:
 
 def _label(name: str) -> str:
   """A name of the data as it is: no formula, and in every legend."""
-  text = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 3] + '...'
+  text = pages.shortened(name, _MAX_NAME)
   # Fonts lack most of what is not ASCII.
   text = ''.join(c if c.isascii() and c.isprintable() else '?' for c in text)
   return ' ' * text.startswith('_') + text.replace('$', r'\$')

@@ -391,7 +391,10 @@ def to_text(document: Mapping[str, Any]) -> str:
   """
   lines = [*(f'note: {n}' for n in document['notes']), headline(document)]
   for table in tables(document):
-    rows = [(_short(r[0]), *r[1:]) for r in (table.header, *table.rows)]
+    rows = (
+      (pages.shortened(name, _MAX_NAME), *others)
+      for name, *others in (table.header, *table.rows)
+    )
     cells = [[_printable(c) for c in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines += ['', table.title]
@@ -524,10 +527,6 @@ def _between(value: float | None, interval: Sequence[float | None]) -> str:
 def _interval(interval: Sequence[float | None]) -> str:
   low, high = map(pages.number, interval)
   return f'[{low}, {high}]'
-
-
-def _short(name: str) -> str:
-  return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 3] + '...'
 
 
 def _printable(text: str) -> str:

@@ -76,6 +76,19 @@ def warnings(lines: Sequence[Any]) -> str:
   )
 
 
+def shortened(text: str, limit: int) -> str:
+  """Cuts a text that is too long, and shows that it is cut.
+
+  Args:
+    text: Any.
+    limit: Characters that may be left.
+
+  Returns:
+    The text, or its beginning and three dots.
+  """
+  return text if len(text) <= limit else text[: limit - 3] + '...'
+
+
 def number(value: Any) -> str:
   """Shows a value.
 

@@ -13,6 +13,7 @@ import matplotlib as mpl
 from matplotlib import figure as figure_lib
 
 from scalerl_jax.reporting import run_files
+from scalerl_jax.reporting import writers
 
 _STYLE: dict[Any, Any] = {
   'svg.hashsalt': 'scalerl_jax',  # The same data give the same bytes.
@@ -55,14 +56,8 @@ def write_png(fig: figure_lib.Figure, path: pathlib.Path) -> None:
     fig: The figure.
     path: The file; replaced if it exists.
   """
-  part = path.with_name(path.name + '.part')
-  try:
-    with style():
-      fig.savefig(part, format='png', dpi=150, metadata={'Software': None})
-    part.replace(path)
-  except BaseException:
-    part.unlink(missing_ok=True)
-    raise
+  with writers.whole(path) as part, style():
+    fig.savefig(part, format='png', dpi=150, metadata={'Software': None})
 
 
 def curve_figure(run: run_files.RunFiles) -> figure_lib.Figure:

@@ -1,6 +1,7 @@
 """Writers of a run's files; each can be cut back to where a checkpoint was."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import json
 import math
 import pathlib
@@ -96,6 +97,25 @@ class TensorBoardWriter:
     self._writer.add_event(event)
 
 
+@contextlib.contextmanager
+def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Gives a path to write to; the file appears whole or not at all.
+
+  Args:
+    path: The file; replaced if it exists.
+
+  Yields:
+    Another path beside it, of which nothing is left.
+  """
+  part = path.with_name(path.name + '.part')
+  try:
+    yield part
+    part.replace(path)
+  except BaseException:
+    part.unlink(missing_ok=True)
+    raise
+
+
 def write_text(path: pathlib.Path, text: str) -> None:
   """Writes a file whole or not at all.
 
@@ -103,13 +123,8 @@ def write_text(path: pathlib.Path, text: str) -> None:
     path: The file; replaced if it exists.
     text: Its content.
   """
-  part = path.with_name(path.name + '.part')
-  try:
+  with whole(path) as part:
     part.write_text(text, encoding='utf-8')
-    part.replace(path)
-  except BaseException:
-    part.unlink(missing_ok=True)
-    raise
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

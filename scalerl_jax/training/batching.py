@@ -114,7 +114,7 @@ def assemble(
     needed = 1 + max((row for row, _, _ in rows), default=0)
     num_rows = _round_up(needed, row_multiple)
   R = len(rollouts) if packed else num_rows
-  batch = _empty(num_rows, row_tokens, R, pad_id)
+  batch = empty(num_rows, row_tokens, R, pad_id=pad_id)
   for i, (prompt, request, rollout) in enumerate(rollouts):
     row, start, segment = rows[i]
     _write(batch, i, row, start, segment, request, rollout)
@@ -122,6 +122,34 @@ def assemble(
     batch.rewards[i] = 0.0 if _is_unscored(rollout) else rollout.reward
     batch.valid[i] = _is_valid(rollout, truncated)
   return batch, _stats([r for _, _, r in rollouts], batch)
+
+
+def empty(B: int, T: int, R: int, *, pad_id: int) -> arrays.Batch:
+  """Makes a batch that is all padding.
+
+  Args:
+    B: Rows.
+    T: Tokens of a row.
+    R: Rollouts.
+    pad_id: Token of the padding.
+
+  Returns:
+    The batch, its leaves numpy arrays.
+  """
+  fields: dict[str, Any] = dict(
+    tokens=np.full((B, T), pad_id, np.int32),
+    positions=np.zeros((B, T), np.int32),
+    segment_ids=np.zeros((B, T), np.int32),
+    loss_mask=np.zeros((B, T), bool),
+    behavior_logp=np.zeros((B, T), np.float32),
+    policy_version=np.full((B, T), -1, np.int32),
+    rollout_index=np.full((B, T), -1, np.int32),
+    rewards=np.zeros(R, np.float32),
+    valid=np.zeros(R, bool),
+    # Padding rollouts share the last prompt; they are never valid.
+    prompt_index=np.full(R, R - 1, np.int32),
+  )
+  return arrays.Batch(**fields)
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -191,23 +219,6 @@ def _place(
     placed[i] = (row, used[row], segments[row])
     used[row] += lengths[i]
   return placed
-
-
-def _empty(B: int, T: int, R: int, pad_id: int) -> arrays.Batch:
-  fields: dict[str, Any] = dict(
-    tokens=np.full((B, T), pad_id, np.int32),
-    positions=np.zeros((B, T), np.int32),
-    segment_ids=np.zeros((B, T), np.int32),
-    loss_mask=np.zeros((B, T), bool),
-    behavior_logp=np.zeros((B, T), np.float32),
-    policy_version=np.full((B, T), -1, np.int32),
-    rollout_index=np.full((B, T), -1, np.int32),
-    rewards=np.zeros(R, np.float32),
-    valid=np.zeros(R, bool),
-    # Padding rollouts share the last prompt; they are never valid.
-    prompt_index=np.full(R, R - 1, np.int32),
-  )
-  return arrays.Batch(**fields)
 
 
 def _write(

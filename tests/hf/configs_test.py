@@ -6,6 +6,7 @@ import pytest
 
 from scalerl_jax import hf
 from scalerl_jax import models
+from tests import tiny_model
 
 _LLAMA_3_1 = {
   'model_type': 'llama',
@@ -107,23 +108,14 @@ def test_heads_and_rope_have_defaults():
 )
 def test_what_is_not_implemented_is_refused(changes, message):
   config = json.loads(json.dumps(_LLAMA_3_1 | changes))
-  with pytest.raises(hf.HfError, match=message):
+  with pytest.raises(hf.HfError, match=message) as caught:
     hf.spec_from_hf(config)
+  assert str(caught.value).count('config.json: ') == 1
 
 
 def test_options_of_no_family_cannot_be_written():
   spec = hf.spec_from_hf(_LLAMA_3_1)
-  odd = models.ModelSpec(
-    vocab_size=8,
-    num_layers=1,
-    model_dim=8,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    hidden_dim=8,
-    qk_norm=True,
-    qkv_bias=True,
-  )
+  odd = tiny_model.spec(qk_norm=True, qkv_bias=True)
   assert hf.config_from_spec(spec, dtype='float32')['model_type'] == 'llama'
   with pytest.raises(hf.HfError, match='no family'):
     hf.config_from_spec(odd, dtype='float32')
