@@ -344,7 +344,7 @@ def make_step(
     models.make_policy_fn(
       spec,
       temperature=config.engine.temperature,
-      placement=None if mesh is None else sharding.placement(mesh),
+      mesh=mesh,
     ),
     tx,
     recipes.make(config.recipe, **config.recipe_args),

@@ -1,6 +1,7 @@
 """The whole configuration, and the rules that tie its sections together."""
 
 import dataclasses
+import math
 from typing import Any
 
 from scalerl_jax import recipes
@@ -90,18 +91,19 @@ class RunConfig:
     One row for each microbatch and shard, and where rows are packed, so that
     their number varies, coarse enough for few shapes to be compiled.
     """
-    parts = self.batch.num_microbatches * self.mesh.data * self.mesh.fsdp
+    parts = self.batch.num_microbatches * self.mesh.num_row_shards
     coarse = self.batch.rows // _ROW_BUCKETS if self.batch.packed else 0
     return max(coarse // parts, 1) * parts
 
   def _check_rows(self) -> None:
-    parts = self.batch.num_microbatches * self.mesh.data * self.mesh.fsdp
+    parts = self.batch.num_microbatches * self.mesh.num_row_shards
     if self.batch.rows % parts:
       raise ValueError(
         f'batch.prompts={self.batch.prompts} x batch.group_size='
         f'{self.batch.group_size} = {self.batch.rows} rows must be divisible by'
         f' batch.num_microbatches={self.batch.num_microbatches} x'
-        f' mesh.data={self.mesh.data} x mesh.fsdp={self.mesh.fsdp} = {parts}'
+        f' mesh.data={self.mesh.data} x mesh.fsdp={self.mesh.fsdp} x'
+        f' mesh.expert={self.mesh.expert} = {parts}'
       )
 
   def _check_tokens(self) -> None:
@@ -137,9 +139,10 @@ class RunConfig:
     sizes = dict(zip(rules.MESH_AXES, self.mesh.shape, strict=True))
     for path, info in spec_lib.parameter_table(self.spec).items():
       for size, name in zip(info.shape, info.axes, strict=True):
-        axis = None if name is None else rules.RULES[name]
-        if axis is not None and size % sizes[axis]:
+        axes = rules.mesh_axes(name)
+        if size % math.prod(sizes[axis] for axis in axes):
+          cut = ' x '.join(f'mesh.{axis}={sizes[axis]}' for axis in axes)
           raise ValueError(
-            f'mesh.{axis}={sizes[axis]} must divide the {name!r} axis of'
-            f' {path!r}, which has size {size}'
+            f'{cut} must divide the {name!r} axis of {path!r}, which has size'
+            f' {size}'
           )

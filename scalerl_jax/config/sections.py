@@ -1,6 +1,7 @@
 """The sections of a configuration, each with the checks of its own fields."""
 
 import dataclasses
+import math
 
 from scalerl_jax.config import checks
 from scalerl_jax.models import spec as spec_lib
@@ -361,10 +362,10 @@ class MeshConfig:
   """Devices along each axis of the mesh.
 
   Attributes:
-    data: Copies of the parameters.
-    fsdp: Shards of the parameters that rows are spread over.
+    data: Copies of the parameters. Rows are spread over data, fsdp and expert.
+    fsdp: Shards of the columns of all parameters.
     tensor: Shards of heads and feed-forward.
-    expert: Shards of the experts.
+    expert: Shards of the experts, and of the columns of all else.
   """
 
   data: int = 1
@@ -380,6 +381,11 @@ class MeshConfig:
   def shape(self) -> tuple[int, int, int, int]:
     """Sizes in the order of `sharding.MESH_AXES`."""
     return self.data, self.fsdp, self.tensor, self.expert
+
+  @property
+  def num_row_shards(self) -> int:
+    """Parts that the rows of a batch are spread over."""
+    return math.prod(getattr(self, name) for name in rules.ROW_AXES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Attention behind one interface, with segment ids and with a cache.
+"""Attention over whole rows, with segment ids, and over a cache.
 
 Both functions attend with `num_heads` queries to `num_kv_heads` keys and
 values (grouped-query attention, arXiv:2305.13245).
@@ -12,44 +12,88 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 
+# (query, key) pairs of a head and a row whose scores exist at one time.
+_MAX_PAIRS = 2**21
+
+
 def segment_mask(
   segment_ids: Int[Array, 'B T'],
-) -> Bool[Array, 'B 1 T T']:
+  chunks: Int[Array, 'B T'] | None = None,
+  *,
+  start: int | Int[Array, ''] = 0,
+  num_queries: int | None = None,
+) -> Bool[Array, 'B 1 Q T']:
   """Lets each token see its own segment up to itself.
 
   Args:
     segment_ids: Segment of each token; equal ids in a row belong together.
+    chunks: Chunk of each token within its segment, of which it sees no other;
+      None: it sees all of its segment.
+    start: First of the queries.
+    num_queries: Q; None: all T.
 
   Returns:
     [B, 1, query, key]; True means visible. A token always sees itself, so no
     row of the softmax is empty, padding included.
   """
   T = segment_ids.shape[1]
-  same = segment_ids[:, :, None] == segment_ids[:, None, :]
-  causal = jnp.tril(jnp.ones((T, T), bool))
-  return (same & causal[None])[:, None]
+  Q = T if num_queries is None else num_queries
+
+  def same(ids: jax.Array) -> jax.Array:
+    queries = jax.lax.dynamic_slice_in_dim(ids, start, Q, axis=1)
+    return queries[:, :, None] == ids[:, None, :]
+
+  causal = jnp.arange(T)[None, :] <= start + jnp.arange(Q)[:, None]
+  mask = same(segment_ids) & causal[None]
+  if chunks is not None:
+    mask &= same(chunks)
+  return mask[:, None]
 
 
-def full_attention(
+def segment_attention(
   q: Float[Array, 'B T N H'],
   k: Float[Array, 'B T K H'],
   v: Float[Array, 'B T K H'],
-  mask: Bool[Array, 'B 1 T T'],
+  segment_ids: Int[Array, 'B T'],
+  chunks: Int[Array, 'B T'] | None = None,
 ) -> Float[Array, 'B T N H']:
   """Attends over whole rows, as in training and prefill.
 
       softmax(q·kᵀ / √H)·v   over the visible keys
 
+  Long rows are attended in blocks of queries, whose scores the backward pass
+  computes again, so that memory grows with T and not with T².
+
   Args:
     q: Queries.
     k: Keys.
     v: Values.
-    mask: From `segment_mask`.
+    segment_ids: As for `segment_mask`.
+    chunks: As for `segment_mask`.
 
   Returns:
     Attended values.
   """
-  return jax.nn.dot_product_attention(q, k, v, mask=mask)
+  B, T, N, H = q.shape
+  size = max(1, _MAX_PAIRS // T)
+  if size >= T:
+    mask = segment_mask(segment_ids, chunks)
+    return jax.nn.dot_product_attention(q, k, v, mask=mask)
+  num_blocks = -(-T // size)
+  size = -(-T // num_blocks)
+  # The last block begins earlier rather than to reach beyond the row.
+  starts = jnp.minimum(jnp.arange(num_blocks) * size, T - size)
+
+  @jax.checkpoint
+  def attend(start: jax.Array) -> jax.Array:
+    part = jax.lax.dynamic_slice_in_dim(q, start, size, axis=1)
+    mask = segment_mask(segment_ids, chunks, start=start, num_queries=size)
+    return jax.nn.dot_product_attention(part, k, v, mask=mask)
+
+  parts = jax.lax.map(attend, starts)  # [blocks, B, size, N, H]
+  whole = parts[:-1].swapaxes(0, 1).reshape(B, -1, N, H)
+  last = parts[-1, :, whole.shape[1] - (T - size) :]
+  return jnp.concatenate([whole, last], axis=1)
 
 
 def cached_attention(

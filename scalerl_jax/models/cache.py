@@ -24,6 +24,8 @@ class KVCache(NamedTuple):
   keys: tuple[Float[Array, 'B K S H'], ...]  # One per layer.
   values: tuple[Float[Array, 'B K S H'], ...]
   visible: Bool[Array, 'B S']
+  # Of the token in each column, in its sequence; None: no layer asks for it.
+  positions: Int[Array, 'B S'] | None
   column: Int[Array, '']  # Where the next tokens of all rows are written.
 
 
@@ -50,5 +52,8 @@ def empty(
     keys=keys,
     values=values,
     visible=jnp.zeros((num_rows, num_columns), bool),
+    positions=None
+    if spec.local_attention is None
+    else jnp.zeros((num_rows, num_columns), jnp.int32),
     column=jnp.zeros((), jnp.int32),
   )

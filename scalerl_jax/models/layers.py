@@ -10,7 +10,7 @@ from scalerl_jax.models import spec as spec_lib
 
 
 def rms_norm(
-  x: Float[Array, '*B D'], scale: Float[Array, ' D'], *, eps: float
+  x: Float[Array, '*B D'], scale: Float[Array, ' D'] | None, *, eps: float
 ) -> Float[Array, '*B D']:
   """Scales each vector to unit root mean square, in float32.
 
@@ -20,7 +20,7 @@ def rms_norm(
 
   Args:
     x: Activations.
-    scale: Learned gain of each channel.
+    scale: Learned gain of each channel; None: 1.
     eps: ε, keeps the root away from 0.
 
   Returns:
@@ -29,7 +29,9 @@ def rms_norm(
   x32 = x.astype(jnp.float32)
   mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
   y = x32 * jax.lax.rsqrt(mean_square + eps)
-  return (y * jnp.reshape(scale, (1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+  if scale is not None:
+    y *= jnp.reshape(scale, (1,) * (x.ndim - 1) + (-1,))
+  return y.astype(x.dtype)
 
 
 def rope_frequencies(

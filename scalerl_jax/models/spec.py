@@ -12,6 +12,7 @@ from typing import NamedTuple
 _DTYPES = ('float32', 'bfloat16')
 _REMAT = ('none', 'dots', 'full')
 _ROPE_KINDS = ('linear', 'llama3')
+_ROUTERS = ('softmax', 'sigmoid')
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,88 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+  """A mixture of experts in the place of every feed-forward.
+
+  With r = W·x in float32 and S the k experts of the largest r:
+
+      softmax:  y = Σ_{e ∈ S} p_e · FFN_e(x),   p = softmax(r), over S where
+                                                `normalized` (Qwen3-MoE)
+      sigmoid:  y = Σ_{e ∈ S} FFN_e(σ(r_e)·x)   (Llama 4)
+
+  and FFN_shared(x) is added where there is a shared expert.
+
+  Attributes:
+    num_experts: E.
+    experts_per_token: k, at most E.
+    expert_dim: Width of the feed-forward of an expert.
+    router: `softmax` or `sigmoid`.
+    normalized: Of `softmax`, whether the weights of a token add up to 1.
+    shared_dim: Width of the expert that every token passes; 0: there is none.
+  """
+
+  num_experts: int
+  experts_per_token: int
+  expert_dim: int
+  router: str = 'softmax'
+  normalized: bool = True
+  shared_dim: int = 0
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    for name in ('num_experts', 'experts_per_token', 'expert_dim'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'moe.{name}={getattr(self, name)} must be at least 1')
+    if self.experts_per_token > self.num_experts:
+      raise ValueError(
+        f'moe.experts_per_token={self.experts_per_token} must be at most'
+        f' moe.num_experts={self.num_experts}'
+      )
+    if self.shared_dim < 0:
+      raise ValueError(f'moe.shared_dim={self.shared_dim} must be at least 0')
+    if self.router not in _ROUTERS:
+      raise ValueError(f'moe.router={self.router!r} must be one of {_ROUTERS}')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LocalAttention:
+  """Attention within chunks, but for every n-th layer (Llama 4).
+
+  A local layer has rotary positions, and its tokens see those of the same
+  chunk: floor(p / chunk_tokens) is equal. A global layer has no positions, sees
+  the whole sequence, and scales its queries at position p by
+
+      1 + scale · log(1 + floor((p + 1) / floor_tokens))
+
+  Attributes:
+    chunk_tokens: Length of a chunk.
+    global_every: n; layers n - 1, 2n - 1, ... are global.
+    qk_norm: True: RMSNorm without gain over each head of q and k, after the
+      rotation, in local layers.
+    scale: Of the queries of global layers; 0: they are not scaled.
+    floor_tokens: As above.
+  """
+
+  chunk_tokens: int
+  global_every: int
+  qk_norm: bool = True
+  scale: float = 0.1
+  floor_tokens: int = 8192
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    for name in ('chunk_tokens', 'global_every', 'floor_tokens'):
+      if getattr(self, name) < 1:
+        raise ValueError(
+          f'local_attention.{name}={getattr(self, name)} must be at least 1'
+        )
+    if not 0 <= self.scale < math.inf:
+      raise ValueError(
+        f'local_attention.scale={self.scale} must be at least 0 and finite'
+      )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
   """Sizes and options of one decoder-only transformer (hashable, static).
 
@@ -74,7 +157,7 @@ class ModelSpec:
     num_heads: Query heads, N; a multiple of `num_kv_heads`.
     num_kv_heads: Key-value heads, K.
     head_dim: Width of one head, H; even, for the rotary embedding.
-    hidden_dim: Width of the SwiGLU feed-forward, F.
+    hidden_dim: Width of the SwiGLU feed-forward, F; not used with `moe`.
     rope_theta: Base of the rotary frequencies.
     rope_scaling: How they are lowered for long contexts; None: not at all.
     norm_eps: Added to the mean square in RMSNorm.
@@ -84,6 +167,9 @@ class ModelSpec:
     dtype: Of the body's activations; logits are float32 in any case.
     remat: What the backward pass recomputes: `none`, all but matrix products
       (`dots`), or everything (`full`).
+    moe: The mixture of experts; None: dense.
+    local_attention: Layers that see a part of the sequence; None: there are
+      none. `num_layers` is a multiple of its `global_every`.
   """
 
   vocab_size: int
@@ -101,6 +187,8 @@ class ModelSpec:
   dtype: str = 'float32'
   remat: str = 'none'
   rope_scaling: RopeScaling | None = None
+  moe: MoeSpec | None = None
+  local_attention: LocalAttention | None = None
 
   def __post_init__(self) -> None:
     """Checks every size and option; raises ValueError."""
@@ -123,6 +211,22 @@ class ModelSpec:
       raise ValueError(f'dtype={self.dtype!r} must be one of {_DTYPES}')
     if self.remat not in _REMAT:
       raise ValueError(f'remat={self.remat!r} must be one of {_REMAT}')
+    if self.num_layers % self.layer_period:
+      raise ValueError(
+        f'num_layers={self.num_layers} must be a multiple of'
+        f' local_attention.global_every={self.layer_period}'
+      )
+
+  @property
+  def layer_period(self) -> int:
+    """After how many layers their kinds repeat."""
+    return self.local_attention.global_every if self.local_attention else 1
+
+  def is_local(self, layer: int) -> bool:
+    """Whether a layer attends within chunks."""
+    return (
+      self.local_attention is not None and (layer + 1) % self.layer_period > 0
+    )
 
 
 class ArrayInfo(NamedTuple):
@@ -146,12 +250,11 @@ def parameter_table(spec: ModelSpec) -> dict[str, ArrayInfo]:
   Returns:
     Path → `ArrayInfo`, in the order of the forward pass.
   """
-  D, N, K, H, F = (
+  D, N, K, H = (
     spec.model_dim,
     spec.num_heads,
     spec.num_kv_heads,
     spec.head_dim,
-    spec.hidden_dim,
   )
   fan_in = D**-0.5
   residual = (2 * spec.num_layers) ** -0.5
@@ -166,10 +269,8 @@ def parameter_table(spec: ModelSpec) -> dict[str, ArrayInfo]:
       residual * (N * H) ** -0.5,
     ),
     'mlp_norm': ArrayInfo((D,), (None,), None),
-    'gate': ArrayInfo((D, F), ('embed', 'mlp'), fan_in),
-    'up': ArrayInfo((D, F), ('embed', 'mlp'), fan_in),
-    'down': ArrayInfo((F, D), ('mlp', 'embed'), residual * F**-0.5),
   }
+  blocks |= _feed_forward(spec, fan_in, residual)
   if spec.qkv_bias:
     blocks['q_bias'] = ArrayInfo((N, H), ('heads', 'head_dim'), 0.0)
     blocks['k_bias'] = ArrayInfo((K, H), ('kv_heads', 'head_dim'), 0.0)
@@ -198,3 +299,43 @@ def num_parameters(spec: ModelSpec) -> int:
     Number of scalars in all arrays; a tied head counts once.
   """
   return sum(math.prod(i.shape) for i in parameter_table(spec).values())
+
+
+def active_fraction(spec: ModelSpec, path: str) -> float:
+  """Tells what part of an array a token passes through.
+
+  Args:
+    spec: The model.
+    path: Of an array, as in `parameter_table`.
+
+  Returns:
+    k / E of the experts, 1 of all else.
+  """
+  if spec.moe is None or not path.startswith('layers/expert_'):
+    return 1.0
+  return spec.moe.experts_per_token / spec.moe.num_experts
+
+
+def _feed_forward(
+  spec: ModelSpec, fan_in: float, residual: float
+) -> dict[str, ArrayInfo]:
+  D, moe = spec.model_dim, spec.moe
+
+  def dense(F: int, prefix: str) -> dict[str, ArrayInfo]:
+    return {
+      f'{prefix}gate': ArrayInfo((D, F), ('embed', 'mlp'), fan_in),
+      f'{prefix}up': ArrayInfo((D, F), ('embed', 'mlp'), fan_in),
+      f'{prefix}down': ArrayInfo((F, D), ('mlp', 'embed'), residual * F**-0.5),
+    }
+
+  if moe is None:
+    return dense(spec.hidden_dim, '')
+  E, F = moe.num_experts, moe.expert_dim
+  into, out = ('expert', 'expert_embed', 'mlp'), ('expert', 'mlp', 'expert_embed')
+  return {
+    'router': ArrayInfo((D, E), ('embed', None), fan_in),
+    'expert_gate': ArrayInfo((E, D, F), into, fan_in),
+    'expert_up': ArrayInfo((E, D, F), into, fan_in),
+    'expert_down': ArrayInfo((E, F, D), out, residual * F**-0.5),
+    **(dense(moe.shared_dim, 'shared_') if moe.shared_dim else {}),
+  }

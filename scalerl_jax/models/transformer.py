@@ -1,9 +1,9 @@
 """A decoder-only transformer as pure functions over a plain pytree.
 
-RMSNorm, rotary positions, grouped-query attention and SwiGLU: the shape shared
-by Llama 3, Qwen2.5 and Qwen3. One `forward` serves training (whole rows with
-segment ids), prefill (the same, keys and values collected) and decoding (new
-tokens against a cache).
+RMSNorm, rotary positions, grouped-query attention and SwiGLU, dense or as a
+mixture of experts: the shape shared by Llama 3 and 4, Qwen2.5 and Qwen3. One
+`forward` serves training (whole rows with segment ids), prefill (the same, keys
+and values collected) and decoding (new tokens against a cache).
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from scalerl_jax.losses import logps
 from scalerl_jax.models import attention
 from scalerl_jax.models import cache as cache_lib
 from scalerl_jax.models import layers
+from scalerl_jax.models import moe
 from scalerl_jax.models import spec as spec_lib
 
 Params = dict[str, Any]
@@ -40,6 +41,7 @@ class Output(NamedTuple):
   hidden: Float[Array, 'B T D']  # After the final norm; input of the head.
   cache: cache_lib.KVCache | None  # Updated; None where none was given.
   kv: KeyValues | None  # None unless collected.
+  routing: moe.Routing | None  # Stacked, [L, ...]; None for a dense model.
 
 
 def init_params(spec: spec_lib.ModelSpec, key: jax.Array) -> Params:
@@ -136,7 +138,8 @@ def forward(
   cache: cache_lib.KVCache | None = None,
   *,
   collect_kv: bool = False,
-  placement: sharding.Placement | None = None,
+  routed_experts: Int[Array, 'B T L k'] | None = None,
+  mesh: jax.sharding.Mesh | None = None,
 ) -> Output:
   """Runs the transformer up to the input of the LM head.
 
@@ -149,38 +152,41 @@ def forward(
     cache: None for whole rows. Else the new tokens are written at its column
       and see the visible columns and, among the new, those up to themselves.
     collect_kv: Whether to return the keys and values of whole rows.
-    placement: Of activations of whole rows, where parameters are sharded; None:
-      left to the compiler, which may choose to compute all rows on every device
-      rather than to gather the weights.
+    routed_experts: Experts that tokens of whole rows take, as `moe.route` says;
+      None: each chooses for itself.
+    mesh: That parameters are sharded over, to place the activations of whole
+      rows: left to itself the compiler may compute all rows on every device
+      rather than gather the weights. None: they are not placed.
 
   Returns:
     `Output`.
+
+  Raises:
+    ValueError: Neither segment_ids nor a cache is given, or routed_experts for
+      a model without experts.
   """
+  if routed_experts is not None and spec.moe is None:
+    raise ValueError('routed_experts are given for a model without experts')
   x = params['embed'][tokens].astype(spec.dtype)
   frequencies = layers.rope_frequencies(
     head_dim=spec.head_dim, theta=spec.rope_theta, scaling=spec.rope_scaling
   )
-  cos, sin = layers.rope_tables(positions, frequencies)
+  place = _Place(positions, *layers.rope_tables(positions, frequencies))
   if cache is not None:
-    x, cache = _cached_blocks(params, spec, x, cos, sin, cache)
+    x, cache, routing = _cached_blocks(params, spec, x, place, cache)
     kv = None
   else:
     if segment_ids is None:
       raise ValueError('segment_ids are needed where no cache is given')
-    mask = attention.segment_mask(segment_ids)
-
-    def spread(x: jax.Array) -> jax.Array:
-      if placement is None:
-        return x
-      return jax.lax.with_sharding_constraint(x, placement.rows)
-
-    if placement is not None:
-      x = jax.lax.with_sharding_constraint(x, placement.embedded)
-    x, kv = _scanned_blocks(
-      params, spec, spread(x), cos, sin, mask, collect_kv, spread
+    if mesh is not None:
+      placement = sharding.placement(mesh)
+      for where in placement:
+        x = jax.lax.with_sharding_constraint(x, where)
+    x, kv, routing = _scanned_blocks(
+      params, spec, x, place, segment_ids, routed_experts, collect_kv, mesh
     )
   hidden = layers.rms_norm(x, params['final_norm'], eps=spec.norm_eps)
-  return Output(hidden, cache, kv)
+  return Output(hidden, cache, kv, routing)
 
 
 def make_policy_fn(
@@ -188,7 +194,7 @@ def make_policy_fn(
   *,
   temperature: float,
   chunk_size: int = 4096,
-  placement: sharding.Placement | None = None,
+  mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[..., arrays.TokenScores]:
   """Makes the function that scores given tokens, as the train step wants it.
 
@@ -200,7 +206,7 @@ def make_policy_fn(
     spec: The model.
     temperature: Sampling temperature; logits are divided by it.
     chunk_size: Tokens whose logits exist at one time.
-    placement: As for `forward`.
+    mesh: As for `forward`.
 
   Returns:
     (params, tokens, positions, segment_ids) → `TokenScores`.
@@ -213,7 +219,7 @@ def make_policy_fn(
     segment_ids: Int[Array, 'B T'],
   ) -> arrays.TokenScores:
     hidden = forward(
-      params, spec, tokens, positions, segment_ids, placement=placement
+      params, spec, tokens, positions, segment_ids, mesh=mesh
     ).hidden
     scores = logps.token_logps(
       hidden[:, :-1],
@@ -234,12 +240,20 @@ def _insert(tree: Params, path: str, value: Any) -> None:
   tree[name] = value
 
 
+class _Place(NamedTuple):
+  """Where the tokens of a forward pass are."""
+
+  positions: Int[Array, 'B T']
+  cos: Float[Array, 'B T H2']
+  sin: Float[Array, 'B T H2']
+
+
 def _qkv(
   block: Params,
   spec: spec_lib.ModelSpec,
   x: jax.Array,
-  cos: jax.Array,
-  sin: jax.Array,
+  place: _Place,
+  is_local: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   h = layers.rms_norm(x, block['attention_norm'], eps=spec.norm_eps)
   q, k, v = (jnp.einsum('BTD,DNH->BTNH', h, block[n]) for n in 'qkv')
@@ -251,54 +265,104 @@ def _qkv(
   if spec.qk_norm:
     q = layers.rms_norm(q, block['q_norm'], eps=spec.norm_eps)
     k = layers.rms_norm(k, block['k_norm'], eps=spec.norm_eps)
-  return layers.rope(q, cos, sin), layers.rope(k, cos, sin), v
+  local = spec.local_attention
+  if local is not None and not is_local:
+    grown = jnp.log1p((place.positions + 1) // local.floor_tokens)
+    scale = (1 + local.scale * grown)[..., None, None]
+    return (q * scale).astype(q.dtype), k, v
+  q, k = (layers.rope(y, place.cos, place.sin) for y in (q, k))
+  if local is not None and local.qk_norm:
+    q, k = (layers.rms_norm(y, None, eps=spec.norm_eps) for y in (q, k))
+  return q, k, v
 
 
 def _finish_block(
-  block: Params, spec: spec_lib.ModelSpec, x: jax.Array, attended: jax.Array
-) -> jax.Array:
+  block: Params,
+  spec: spec_lib.ModelSpec,
+  x: jax.Array,
+  attended: jax.Array,
+  replayed: jax.Array | None = None,
+  mesh: jax.sharding.Mesh | None = None,
+) -> tuple[jax.Array, moe.Routing | None]:
   x = x + jnp.einsum('BTNH,NHD->BTD', attended, block['o'])
   h = layers.rms_norm(x, block['mlp_norm'], eps=spec.norm_eps)
-  return x + layers.swiglu(h, block['gate'], block['up'], block['down'])
+
+  def dense(prefix: str) -> jax.Array:
+    matrices = (block[f'{prefix}{n}'] for n in ('gate', 'up', 'down'))
+    return layers.swiglu(h, *matrices)
+
+  if spec.moe is None:
+    return x + dense(''), None
+  weights, routing = moe.route(h, block['router'], spec.moe, replayed)
+  x = x + moe.feed_forward(block, spec.moe, h, weights, routing.experts, mesh)
+  if spec.moe.shared_dim:
+    x = x + dense('shared_')
+  return x, routing
 
 
 def _scanned_blocks(
   params: Params,
   spec: spec_lib.ModelSpec,
   x: jax.Array,
-  cos: jax.Array,
-  sin: jax.Array,
-  mask: jax.Array,
+  place: _Place,
+  segment_ids: jax.Array,
+  routed_experts: jax.Array | None,
   collect_kv: bool,
-  spread: Callable[[jax.Array], jax.Array],
-) -> tuple[jax.Array, KeyValues | None]:
+  mesh: jax.sharding.Mesh | None,
+) -> tuple[jax.Array, KeyValues | None, moe.Routing | None]:
+  chunks = None
+  if spec.local_attention is not None:
+    chunks = place.positions // spec.local_attention.chunk_tokens
+
   def block_fn(
-    x: jax.Array, block: Params
-  ) -> tuple[jax.Array, KeyValues | None]:
-    block = jax.tree.map(lambda w: w.astype(spec.dtype), block)
+    x: jax.Array, block: Params, replayed: jax.Array | None, is_local: bool
+  ) -> tuple[jax.Array, tuple[KeyValues | None, moe.Routing | None]]:
+    block = _cast(block, spec)
     with jax.named_scope('attention'):
-      q, k, v = _qkv(block, spec, x, cos, sin)
-      attended = attention.full_attention(q, k, v, mask)
+      q, k, v = _qkv(block, spec, x, place, is_local)
+      attended = attention.segment_attention(
+        q, k, v, segment_ids, chunks if is_local else None
+      )
     with jax.named_scope('mlp'):
-      x = _finish_block(block, spec, x, attended)
-    return spread(x), KeyValues(k, v) if collect_kv else None
+      x, routing = _finish_block(block, spec, x, attended, replayed, mesh)
+    if mesh is not None:
+      rows = sharding.placement(mesh).rows
+      x = jax.lax.with_sharding_constraint(x, rows)
+    return x, (KeyValues(k, v) if collect_kv else None, routing)
 
   if spec.remat == 'dots':
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    block_fn = jax.checkpoint(block_fn, policy=policy)
+    block_fn = jax.checkpoint(block_fn, policy=policy, static_argnums=3)
   elif spec.remat == 'full':
-    block_fn = jax.checkpoint(block_fn)
-  return jax.lax.scan(block_fn, x, params['layers'])
+    block_fn = jax.checkpoint(block_fn, static_argnums=3)
+
+  # Scanned a period at a time, within which the kinds of layers are static.
+  period = spec.layer_period
+
+  def group_fn(x: jax.Array, group: Any) -> tuple[jax.Array, Any]:
+    outputs = []
+    for i in range(period):
+      block, replayed = jax.tree.map(lambda y, i=i: y[i], group)
+      x, output = block_fn(x, block, replayed, spec.is_local(i))
+      outputs.append(output)
+    return x, jax.tree.map(lambda *y: jnp.stack(y), *outputs)
+
+  if routed_experts is not None:
+    routed_experts = jnp.moveaxis(routed_experts, 2, 0)
+  stacked = (params['layers'], routed_experts)
+  groups = jax.tree.map(lambda y: y.reshape(-1, period, *y.shape[1:]), stacked)
+  x, outputs = jax.lax.scan(group_fn, x, groups)
+  kv, routing = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), outputs)
+  return x, kv, routing
 
 
 def _cached_blocks(
   params: Params,
   spec: spec_lib.ModelSpec,
   x: jax.Array,
-  cos: jax.Array,
-  sin: jax.Array,
+  place: _Place,
   cache: cache_lib.KVCache,
-) -> tuple[jax.Array, cache_lib.KVCache]:
+) -> tuple[jax.Array, cache_lib.KVCache, moe.Routing | None]:
   if isinstance(params['layers'], dict):
     params = unstack_layers(params)
   T = x.shape[1]
@@ -307,19 +371,43 @@ def _cached_blocks(
   is_new = (age >= 0) & (age < T)
   earlier = age[None, :] <= jnp.arange(T)[:, None]  # [T, S]
   mask = jnp.where(is_new[None, None], earlier[None], cache.visible[:, None])
-  keys, values = [], []
+  positions, local_mask = cache.positions, mask
+  if spec.local_attention is not None:
+    assert positions is not None
+    positions = jax.lax.dynamic_update_slice_in_dim(
+      positions, place.positions, cache.column, axis=1
+    )
+    query, key = (
+      p // spec.local_attention.chunk_tokens
+      for p in (place.positions, positions)
+    )
+    local_mask = mask & (query[:, :, None] == key[:, None, :])
+  keys, values, routings = [], [], []
   write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
   for i, block in enumerate(params['layers']):
-    block = jax.tree.map(lambda w: w.astype(spec.dtype), block)
-    q, k, v = _qkv(block, spec, x, cos, sin)
+    block = _cast(block, spec)
+    is_local = spec.is_local(i)
+    q, k, v = _qkv(block, spec, x, place, is_local)
     keys.append(write(cache.keys[i], k.swapaxes(1, 2), cache.column))
     values.append(write(cache.values[i], v.swapaxes(1, 2), cache.column))
-    attended = attention.cached_attention(q, keys[i], values[i], mask)
-    x = _finish_block(block, spec, x, attended)
+    attended = attention.cached_attention(
+      q, keys[i], values[i], local_mask if is_local else mask
+    )
+    x, routing = _finish_block(block, spec, x, attended)
+    routings.append(routing)
   new_cache = cache_lib.KVCache(
     keys=tuple(keys),
     values=tuple(values),
     visible=cache.visible | is_new[None],
+    positions=positions,
     column=cache.column + T,
   )
-  return x, new_cache
+  return x, new_cache, jax.tree.map(lambda *y: jnp.stack(y), *routings)
+
+
+def _cast(block: Params, spec: spec_lib.ModelSpec) -> Params:
+  # The router is small, and its choice is not to depend on the dtype.
+  return {
+    name: w if name == 'router' else w.astype(spec.dtype)
+    for name, w in block.items()
+  }

@@ -1,7 +1,8 @@
 """Sharding rules: which mesh axis each named axis of a parameter lies on.
 
-Rows of a batch lie on (data, fsdp), parameters on fsdp and tensor; parameters
-are replicated over data.
+Rows of a batch lie on (data, fsdp, expert), parameters on fsdp, tensor and
+expert; parameters are replicated over data. Arrays of experts are cut into
+experts along `expert`, all others into columns, as along `fsdp`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,19 @@ import numpy as np
 
 MESH_AXES = ('data', 'fsdp', 'tensor', 'expert')
 
-RULES: Mapping[str, str | None] = {
+# Where rows lie.
+ROW_AXES = ('data', 'fsdp', 'expert')
+
+RULES: Mapping[str, str | tuple[str, ...] | None] = {
   'layers': None,
   'vocab': 'tensor',
-  'embed': 'fsdp',
+  'embed': ('fsdp', 'expert'),
   'heads': 'tensor',
   'kv_heads': 'tensor',
   'head_dim': None,
   'mlp': 'tensor',
+  'expert': 'expert',
+  'expert_embed': 'fsdp',
 }
 
 
@@ -53,11 +59,11 @@ def make_mesh(
 class Placement(NamedTuple):
   """Where activations [B, T, D] lie."""
 
-  # As looked up: a table whose columns are on fsdp gives columns there. From
-  # here to `rows` is one all-to-all over fsdp, and back for the gradient;
-  # without this step the compiler would gather all rows on every device.
+  # As looked up: a table whose columns are cut gives columns that are. From
+  # here to `rows` is one all-to-all, and back for the gradient; without this
+  # step the compiler would gather all rows on every device.
   embedded: jax.sharding.NamedSharding
-  rows: jax.sharding.NamedSharding  # Spread over data and fsdp; all of D.
+  rows: jax.sharding.NamedSharding  # Spread over `ROW_AXES`; all of D.
 
 
 def placement(mesh: jax.sharding.Mesh) -> Placement:
@@ -69,13 +75,50 @@ def placement(mesh: jax.sharding.Mesh) -> Placement:
   Returns:
     The placement; `rows` also fits [B, T].
   """
-  specs = (('data', None, RULES['embed']), (('data', 'fsdp'),))
+  specs = (('data', None, RULES['embed']), (ROW_AXES,))
   return Placement(
     *(
       jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
       for spec in specs
     )
   )
+
+
+def num_row_shards(mesh: jax.sharding.Mesh) -> int:
+  """Counts the parts that the rows of a batch are spread over."""
+  return math.prod(mesh.shape[name] for name in ROW_AXES)
+
+
+def partition_spec(names: Sequence[str | None]) -> jax.sharding.PartitionSpec:
+  """Resolves the logical axes of one array.
+
+  Args:
+    names: Logical names (None: not sharded).
+
+  Returns:
+    The mesh axes of each dimension.
+
+  Raises:
+    ValueError: An axis has no rule, or two dimensions land on the same mesh
+      axis.
+  """
+  unknown = [n for n in names if n is not None and n not in RULES]
+  if unknown:
+    raise ValueError(f'logical axes {unknown} have no rule in {list(RULES)}')
+  used = [axis for n in names for axis in mesh_axes(n)]
+  if len(set(used)) != len(used):
+    raise ValueError(f'axes {names} put two dimensions on one of {used}')
+  return jax.sharding.PartitionSpec(
+    *(None if n is None else RULES[n] for n in names)
+  )
+
+
+def mesh_axes(name: str | None) -> tuple[str, ...]:
+  """Lists the mesh axes that a logical axis is cut along."""
+  axes = None if name is None else RULES[name]
+  if axes is None:
+    return ()
+  return (axes,) if isinstance(axes, str) else axes
 
 
 def param_shardings(axes: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -89,18 +132,10 @@ def param_shardings(axes: Any, mesh: jax.sharding.Mesh) -> Any:
     Tree of `NamedSharding`.
 
   Raises:
-    ValueError: An axis has no rule, or two dimensions of one array land on the
-      same mesh axis.
+    ValueError: As of `partition_spec`.
   """
-
-  def resolve(names: tuple[str | None, ...]) -> jax.sharding.NamedSharding:
-    unknown = [n for n in names if n is not None and n not in RULES]
-    if unknown:
-      raise ValueError(f'logical axes {unknown} have no rule in {list(RULES)}')
-    spec = [None if n is None else RULES[n] for n in names]
-    used = [s for s in spec if s is not None]
-    if len(set(used)) != len(used):
-      raise ValueError(f'axes {names} put two dimensions on one of {used}')
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-
-  return jax.tree.map(resolve, axes, is_leaf=lambda x: isinstance(x, tuple))
+  return jax.tree.map(
+    lambda names: jax.sharding.NamedSharding(mesh, partition_spec(names)),
+    axes,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )

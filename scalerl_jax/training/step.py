@@ -119,8 +119,7 @@ def make_train_step(
       about token t, at the sampling temperature.
     tx: The optimizer.
     recipe: The algorithm.
-    mesh: None: one device. Else rows are sharded over its `data` and `fsdp`
-      axes, and the state keeps the sharding that it comes with.
+    mesh: None: one device. Else rows are sharded over its `ROW_AXES`, and the state keeps the sharding that it comes with.
     num_microbatches: Equal parts in which the rows are processed, one after
       the other; the result does not depend on it.
 
@@ -128,9 +127,7 @@ def make_train_step(
     The step. It raises ValueError, when traced, where the rows are not
     divisible by microbatches times row shards.
   """
-  row_shards = 1
-  if mesh is not None:
-    row_shards = mesh.shape['data'] * mesh.shape['fsdp']
+  row_shards = 1 if mesh is None else sharding.num_row_shards(mesh)
 
   def part_loss(
     params: Any, part: arrays.Batch, targets: Targets

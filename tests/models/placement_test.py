@@ -30,8 +30,8 @@ def test_scores_and_gradients_are_those_of_one_device(shape, remat):
   positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
   weights = jnp.asarray(rng.normal(size=tokens.shape), jnp.float32)
 
-  def loss(params, placement):
-    policy = models.make_policy_fn(spec, temperature=0.7, placement=placement)
+  def loss(params, mesh):
+    policy = models.make_policy_fn(spec, temperature=0.7, mesh=mesh)
     scores = policy(params, tokens, positions, jnp.ones_like(tokens))
     return jnp.sum(weights * scores.logp)
 
@@ -41,7 +41,7 @@ def test_scores_and_gradients_are_those_of_one_device(shape, remat):
   placed = jax.device_put(
     params, sharding.param_shardings(models.logical_axes(spec), mesh)
   )
-  got = step(placed, sharding.placement(mesh))
+  got = step(placed, mesh)
   scale = abs(float(expected[0]))
   np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5 * scale)
   for a, b in zip(*map(jax.tree.leaves, (got[1], expected[1])), strict=True):
