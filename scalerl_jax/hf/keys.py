@@ -1,12 +1,14 @@
 """One table from our arrays to the tensors of a checkpoint, for both ways."""
 
 from collections.abc import Iterator
+import itertools
 import math
 from typing import NamedTuple
 
 import numpy as np
 
 from scalerl_jax import models
+from scalerl_jax.hf import configs
 
 # (array of a block, tensor, leading axes that a linear layer reads). A linear
 # layer is stored as [outputs, inputs]; 0: stored flat; None: stored as it is.
@@ -26,6 +28,25 @@ _BLOCK = (
   ('up', 'mlp.up_proj.weight', 1),
   ('down', 'mlp.down_proj.weight', 1),
 )
+_BLOCK_OF = {
+  'qwen3_moe': (
+    ('router', 'mlp.gate.weight', 1),
+    ('expert_gate', 'mlp.experts.{}.gate_proj.weight', 1),
+    ('expert_up', 'mlp.experts.{}.up_proj.weight', 1),
+    ('expert_down', 'mlp.experts.{}.down_proj.weight', 1),
+  ),
+  'llama4_text': (
+    ('router', 'feed_forward.router.weight', 1),
+    ('expert_gate', 'feed_forward.experts.gate_up_proj', None),
+    ('expert_up', 'feed_forward.experts.gate_up_proj', None),
+    ('expert_down', 'feed_forward.experts.down_proj', None),
+    ('shared_gate', 'feed_forward.shared_expert.gate_proj.weight', 1),
+    ('shared_up', 'feed_forward.shared_expert.up_proj.weight', 1),
+    ('shared_down', 'feed_forward.shared_expert.down_proj.weight', 1),
+  ),
+}
+# Rotated as pairs (2i, 2i + 1) of channels, where ours are (i, i + H/2).
+_PAIRED = {'llama4_text': ('q', 'k')}
 _REST = (
   ('embed', 'model.embed_tokens.weight', None),
   ('final_norm', 'model.norm.weight', 0),
@@ -36,23 +57,21 @@ EMBED = 'model.embed_tokens.weight'
 
 
 class Tensor(NamedTuple):
-  """One array of ours, of one layer, and the tensor that stores it."""
+  """A part of one of our arrays, and the tensor that stores it."""
 
   path: str  # 'layers/q'.
-  layer: int | None  # Index on the leading axis; None: not stacked.
+  index: tuple[int, ...]  # On the leading axes: layer, expert.
   name: str
-  shape: tuple[int, ...]  # Of ours, without the axis of layers.
+  shape: tuple[int, ...]  # Of ours, without the axes of `index`.
   inputs: int | None
+  part: tuple[int, int] = (0, 1)  # (i, n): i-th of n parts of the last axis.
+  paired: bool = False  # Channels of the last axis are stored as pairs.
 
   @property
   def stored_shape(self) -> tuple[int, ...]:
     """Of the tensor."""
-    if self.inputs is None:
-      return self.shape
-    if self.inputs == 0:
-      return (math.prod(self.shape),)
-    rows, columns = self.shape[self.inputs :], self.shape[: self.inputs]
-    return math.prod(rows), math.prod(columns)
+    *rest, last = self._own_shape
+    return *rest, last * self.part[1]
 
   def stored_slice(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
     """The part of the tensor that holds a part of ours.
@@ -64,28 +83,40 @@ class Tensor(NamedTuple):
     Returns:
       A slice of each axis of `stored_shape`.
     """
-    if self.inputs is None:
-      return index
-    parts = [(index, self.shape)]
-    if self.inputs:
-      cut = self.inputs
-      parts = [
-        (index[cut:], self.shape[cut:]),
-        (index[:cut], self.shape[:cut]),
-      ]
-    return tuple(_joined(slices, shape) for slices, shape in parts)
+    cut = self.inputs
+    if cut is None:
+      found = [_joined((s,), (n,)) for s, n in zip(index, self.shape, strict=True)]
+    else:
+      groups = [(index[cut:], self.shape[cut:]), (index[:cut], self.shape[:cut])]
+      found = [_joined(*group) for group in (groups if cut else groups[:1])]
+    before = self.part[0] * self._own_shape[-1]
+    last = slice(found[-1].start + before, found[-1].stop + before)
+    return *found[:-1], last
 
   def to_ours(self, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Turns a part of the tensor into the part of ours with this shape."""
-    if not self.inputs:
-      return stored.reshape(shape)
-    return stored.T.reshape(shape)
+    ours = (stored.T if self.inputs else stored).reshape(shape)
+    if self.paired:
+      ours = np.concatenate([ours[..., ::2], ours[..., 1::2]], axis=-1)
+    return ours
 
   def to_stored(self, ours: np.ndarray) -> np.ndarray:
-    """Turns all of ours into the tensor."""
+    """Turns all of ours into the tensor, or into its part of it."""
+    if self.paired:
+      halves = np.split(ours, 2, axis=-1)
+      ours = np.stack(halves, axis=-1).reshape(ours.shape)
     if not self.inputs:
-      return ours.reshape(self.stored_shape)
-    return np.ascontiguousarray(ours.reshape(self.stored_shape[::-1]).T)
+      return ours.reshape(self._own_shape)
+    return np.ascontiguousarray(ours.reshape(self._own_shape[::-1]).T)
+
+  @property
+  def _own_shape(self) -> tuple[int, ...]:
+    if self.inputs is None:
+      return self.shape
+    if self.inputs == 0:
+      return (math.prod(self.shape),)
+    rows, columns = self.shape[self.inputs :], self.shape[: self.inputs]
+    return math.prod(rows), math.prod(columns)
 
 
 def tensors(spec: models.ModelSpec) -> Iterator[Tensor]:
@@ -95,19 +126,38 @@ def tensors(spec: models.ModelSpec) -> Iterator[Tensor]:
     spec: The model.
 
   Yields:
-    Every tensor, layer by layer within each array of ours.
+    Every part of every array of ours; those that one tensor stores follow one
+    another, in the order of the tensor.
+
+  Raises:
+    HfError: No family has the options of the model.
   """
+  kind = configs.family(spec)
   table = models.parameter_table(spec)
   for path, name, inputs in _REST:
     if path in table:
-      yield Tensor(path, None, name, table[path].shape, inputs)
-  for short, name, inputs in _BLOCK:
-    path = f'layers/{short}'
-    if path in table:
-      num_layers, *shape = table[path].shape
-      for i in range(num_layers):
-        full = f'model.layers.{i}.{name}'
-        yield Tensor(path, i, full, tuple(shape), inputs)
+      yield Tensor(path, (), name, table[path].shape, inputs)
+  rows = [
+    row
+    for row in (*_BLOCK, *_BLOCK_OF.get(kind, ()))
+    if f'layers/{row[0]}' in table
+  ]
+  for layer in range(spec.num_layers):
+    for name, group in itertools.groupby(rows, key=lambda row: row[1]):
+      parts = list(group)
+      for i, (short, _, inputs) in enumerate(parts):
+        path = f'layers/{short}'
+        shape = table[path].shape[1:]
+        for index in np.ndindex(shape[: name.count('{}')]):
+          yield Tensor(
+            path,
+            (layer, *index),
+            f'model.layers.{layer}.{name.format(*index)}',
+            shape[len(index) :],
+            inputs,
+            (i, len(parts)),
+            short in _PAIRED.get(kind, ()),
+          )
 
 
 def _joined(slices: tuple[slice, ...], shape: tuple[int, ...]) -> slice:

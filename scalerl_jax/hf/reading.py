@@ -24,6 +24,8 @@ _INDEX = 'model.safetensors.index.json'
 _DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
 # Written by some exporters; they follow from the configuration.
 _DERIVED = '.rotary_emb.inv_freq'
+# Of a model that reads images too, the text; all else is left out.
+_TEXT = 'language_model.'
 _MAX_LISTED = 5
 _ALIGNMENT = 64  # Bytes.
 _MAX_JSON = 64 << 20  # Bytes.
@@ -54,7 +56,8 @@ def load_params(
   """Loads the parameters of a model, each part straight to its device.
 
   Every tensor is checked before the first one is read. Tensors may be stored as
-  float32, bfloat16 or float16.
+  float32, bfloat16 or float16. Of a model that reads images too, those of its
+  text are loaded.
 
   Args:
     directory: Holds `model.safetensors`, or its index and the shards.
@@ -71,10 +74,13 @@ def load_params(
       or one is there that the model does not have.
   """
   files = _locate(pathlib.Path(directory))
+  prefix = _TEXT if f'{_TEXT}{keys.EMBED}' in files else ''
+  files = {name: v for name, v in files.items() if name.startswith(prefix)}
   grouped: dict[str, list[keys.Tensor]] = {}
   for tensor in keys.tensors(spec):
+    tensor = tensor._replace(name=prefix + tensor.name)
     grouped.setdefault(tensor.path, []).append(tensor)
-  _check(pathlib.Path(directory), files, spec, grouped)
+  _check(pathlib.Path(directory), files, spec, grouped, prefix)
   params: dict[str, Any] = {}
   for path, tensors in grouped.items():
     *parents, name = path.split('/')
@@ -141,6 +147,7 @@ def _check(
   files: Mapping[str, pathlib.Path],
   spec: models.ModelSpec,
   grouped: Mapping[str, Sequence[keys.Tensor]],
+  prefix: str,
 ) -> None:
   wanted = {t.name: t for tensors in grouped.values() for t in tensors}
   if missing := [name for name in wanted if name not in files]:
@@ -148,9 +155,9 @@ def _check(
       f'{directory}: lacks {len(missing)} tensors: {_listed(missing)}'
     )
   extra = [n for n in files if n not in wanted and not n.endswith(_DERIVED)]
-  if spec.tied_head and keys.HEAD in extra:
-    extra.remove(keys.HEAD)
-    _check_tied(directory, files)
+  if spec.tied_head and (head := prefix + keys.HEAD) in extra:
+    extra.remove(head)
+    _check_tied(directory, files, head, prefix + keys.EMBED)
   if extra:
     raise errors.HfError(
       f'{directory}: holds {len(extra)} tensors that the model of its'
@@ -177,18 +184,19 @@ def _check(
 
 
 def _check_tied(
-  directory: pathlib.Path, files: Mapping[str, pathlib.Path]
+  directory: pathlib.Path,
+  files: Mapping[str, pathlib.Path],
+  head: str,
+  embed: str,
 ) -> None:
   """A head that is stored beside a tied embedding must be the same."""
-  if keys.EMBED not in files:
-    return  # Said elsewhere.
   pair = []
-  for name in (keys.HEAD, keys.EMBED):
+  for name in (head, embed):
     with _open(files[name]) as file:
       pair.append(file.get_tensor(name))
   if not np.array_equal(*pair):
     raise errors.HfError(
-      f'{directory}: {keys.HEAD!r} differs from the embedding although'
+      f'{directory}: {head!r} differs from the embedding although'
       ' tie_word_embeddings is true'
     )
 
@@ -199,22 +207,24 @@ def _load(
   sharding: Any,
   dtype: str,
 ) -> jax.Array:
-  shape = tensors[0].shape
-  stacked = tensors[0].layer is not None
-  if stacked:
-    shape = (len(tensors), *shape)
+  # Of the leading axes, the last part has the last index of each.
+  leading = tuple(i + 1 for i in tensors[-1].index)
+  shape = (*leading, *tensors[0].shape)
   if sharding is None:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
   def shard(index: tuple[slice, ...] | None) -> np.ndarray:
     assert index is not None  # Only of shapes without axes.
-    sizes = [
-      len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)
+    ranges = [
+      range(*s.indices(n)) for s, n in zip(index, shape, strict=True)
     ]
-    out = _aligned(sizes, dtype)
-    rows: Sequence[keys.Tensor] = tensors[index[0]] if stacked else tensors
-    for i, tensor in enumerate(rows):
-      into, inner = (out[i], index[1:]) if stacked else (out, index)
+    out = _aligned([len(r) for r in ranges], dtype)
+    outer, inner = ranges[: len(leading)], index[len(leading) :]
+    for tensor in tensors:
+      at = list(zip(tensor.index, outer, strict=True))
+      if not all(i in r for i, r in at):
+        continue
+      into = out[tuple(i - r.start for i, r in at)]
       # Opened for each: what was read stays in memory until it is closed.
       with _open(files[tensor.name]) as file:
         part = file.get_slice(tensor.name)[tensor.stored_slice(inner)]

@@ -1,6 +1,7 @@
 """Checkpoints out: a directory that `transformers` and SGLang load as it is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+import itertools
 import json
 import math
 import os
@@ -88,21 +89,23 @@ def _write_weights(
   max_file_bytes: int,
 ) -> None:
   itemsize = jnp.dtype(dtype).itemsize
-  files: list[list[keys.Tensor]] = [[]]
+  # A tensor of the file is one or more parts.
+  files: list[list[list[keys.Tensor]]] = [[]]
   room = max_file_bytes
-  for tensor in keys.tensors(spec):
-    size = itemsize * math.prod(tensor.shape)
+  for _, group in itertools.groupby(keys.tensors(spec), lambda t: t.name):
+    parts = list(group)
+    size = itemsize * math.prod(parts[0].stored_shape)
     if files[-1] and size > room:
       files.append([])
       room = max_file_bytes
-    files[-1].append(tensor)
+    files[-1].append(parts)
     room -= size
   weight_map: dict[str, str] = {}
   for i, tensors in enumerate(files, start=1):
     name = 'model.safetensors'
     if len(files) > 1:
       name = f'model-{i:05d}-of-{len(files):05d}.safetensors'
-    weight_map |= {t.name: name for t in tensors}
+    weight_map |= {parts[0].name: name for parts in tensors}
     with (directory / name).open('wb') as file:
       _write_file(file, tensors, params, dtype)
       file.flush()
@@ -116,14 +119,17 @@ def _write_weights(
 
 
 def _write_file(
-  file: BinaryIO, tensors: list[keys.Tensor], params: Any, dtype: str
+  file: BinaryIO,
+  tensors: Sequence[Sequence[keys.Tensor]],
+  params: Any,
+  dtype: str,
 ) -> None:
   # The library's own writer holds all tensors of a file at once.
   header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
   end = 0
-  for tensor in tensors:
+  for tensor, *_ in tensors:
     start = end
-    end += jnp.dtype(dtype).itemsize * math.prod(tensor.shape)
+    end += jnp.dtype(dtype).itemsize * math.prod(tensor.stored_shape)
     header[tensor.name] = {
       'dtype': _STORED[dtype],
       'shape': list(tensor.stored_shape),
@@ -137,16 +143,19 @@ def _write_file(
 
 
 def _stored(
-  tensors: list[keys.Tensor], params: Any, dtype: str
+  tensors: Sequence[Sequence[keys.Tensor]], params: Any, dtype: str
 ) -> Iterator[np.ndarray]:
-  for tensor in tensors:
-    value = params
-    for name in tensor.path.split('/'):
-      value = value[name]
-    if tensor.layer is not None:
-      value = value[tensor.layer]
-    ours = np.asarray(jax.device_get(value)).astype(dtype, copy=False)
-    yield tensor.to_stored(ours)
+  for parts in tensors:
+    values = [p.to_stored(_ours(p, params, dtype)) for p in parts]
+    yield values[0] if len(values) == 1 else np.concatenate(values, axis=-1)
+
+
+def _ours(part: keys.Tensor, params: Any, dtype: str) -> np.ndarray:
+  value = params
+  for name in part.path.split('/'):
+    value = value[name]
+  value = np.asarray(jax.device_get(value[part.index]))
+  return value.astype(dtype, copy=False)
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:

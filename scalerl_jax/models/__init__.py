@@ -1,8 +1,12 @@
 """Decoder-only transformers: what they are made of and how they run."""
 
 from scalerl_jax.models.cache import KVCache as KVCache
+from scalerl_jax.models.moe import Routing as Routing
+from scalerl_jax.models.spec import LocalAttention as LocalAttention
 from scalerl_jax.models.spec import ModelSpec as ModelSpec
+from scalerl_jax.models.spec import MoeSpec as MoeSpec
 from scalerl_jax.models.spec import RopeScaling as RopeScaling
+from scalerl_jax.models.spec import active_fraction as active_fraction
 from scalerl_jax.models.spec import num_parameters as num_parameters
 from scalerl_jax.models.spec import parameter_table as parameter_table
 from scalerl_jax.models.transformer import abstract_params as abstract_params
@@ -15,9 +19,13 @@ from scalerl_jax.models.transformer import unstack_layers as unstack_layers
 
 __all__ = (
   'KVCache',
+  'LocalAttention',
   'ModelSpec',
+  'MoeSpec',
   'RopeScaling',
+  'Routing',
   'abstract_params',
+  'active_fraction',
   'forward',
   'head_matrix',
   'init_params',

@@ -60,7 +60,10 @@ def rope_frequencies(
     return lowered
   low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
   turns = scaling.original_max_positions * frequencies / (2 * jnp.pi)
-  kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+  # Equal factors leave nothing between kept and lowered.
+  kept = jnp.where(turns > high, 1.0, 0.0)
+  if high > low:
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
   return (1 - kept) * lowered + kept * frequencies
 
 

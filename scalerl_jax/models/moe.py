@@ -255,7 +255,7 @@ def _cut(num_rows: int, sizes: jax.Array) -> _Blocks:
   group = jnp.searchsorted(block_ends, jnp.arange(num_blocks), side='right')
   safe = jnp.minimum(group, num_groups - 1)
   within = (jnp.arange(num_blocks) - block_starts[safe]) * size
-  rows = (starts[safe] + within)[:, None] + jnp.arange(size)
+  rows = (starts[safe] + within)[:, None] + jnp.arange(size)[None, :]
   valid = (rows < ends[safe][:, None]) & (group < num_groups)[:, None]
   index = jnp.arange(num_rows)
   of_row = jnp.searchsorted(ends, index, side='right')

@@ -31,7 +31,7 @@ class RopeScaling:
     kind: `linear` or `llama3` (the Llama 3.1 model card).
     factor: At least 1.
     low_frequency_factor: Of `llama3`, low.
-    high_frequency_factor: Of `llama3`, high; more than low.
+    high_frequency_factor: Of `llama3`, high; at least low.
     original_max_positions: Of `llama3`, the pretrained context in tokens.
   """
 
@@ -52,10 +52,10 @@ class RopeScaling:
         f'rope_scaling.factor={self.factor} must be at least 1 and finite'
       )
     low, high = self.low_frequency_factor, self.high_frequency_factor
-    if not 0 < low < high < math.inf:
+    if not 0 < low <= high < math.inf:
       raise ValueError(
-        f'rope_scaling.high_frequency_factor={high} must be finite and more'
-        f' than low_frequency_factor={low}, which must be positive'
+        f'rope_scaling.high_frequency_factor={high} must be finite and at least'
+        f' low_frequency_factor={low}, which must be positive'
       )
     if self.original_max_positions < 1:
       raise ValueError(

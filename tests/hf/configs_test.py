@@ -127,7 +127,7 @@ def test_options_of_no_family_cannot_be_written():
     ({'kind': 'yarn'}, "rope_scaling.kind='yarn'"),
     ({'factor': 0.5}, 'rope_scaling.factor=0.5'),
     ({'factor': float('nan')}, 'rope_scaling.factor=nan'),
-    ({'low_frequency_factor': 4.0}, 'rope_scaling.high_frequency_factor=4.0'),
+    ({'low_frequency_factor': 5.0}, 'rope_scaling.high_frequency_factor=4.0'),
     ({'low_frequency_factor': 0.0}, 'must be positive'),
     ({'original_max_positions': 0}, 'rope_scaling.original_max_positions=0'),
   ],

@@ -13,7 +13,15 @@ from scalerl_jax.hf import keys
 from scalerl_jax.models import cache as cache_lib
 
 DATA = pathlib.Path(__file__).parents[1] / 'data' / 'hf'
-FAMILIES = ('llama3', 'smollm2', 'linear', 'qwen2', 'qwen3')
+FAMILIES = (
+  'llama3',
+  'smollm2',
+  'linear',
+  'qwen2',
+  'qwen3',
+  'qwen3_moe',
+  'llama4',
+)
 
 
 def _load(family):
@@ -113,9 +121,9 @@ def test_gradients(loaded):
     value = got
     for name in tensor.path.split('/'):
       value = value[name]
-    value = value if tensor.layer is None else value[tensor.layer]
-    found = tensor.to_stored(np.asarray(value))
+    found = tensor.to_stored(np.asarray(value[tensor.index]))
     wanted = expected[f'gradient/{tensor.name}']
+    wanted = np.split(wanted, tensor.part[1], axis=-1)[tensor.part[0]]
     scale = np.abs(wanted).max()
     assert scale > 1e-4
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * scale)

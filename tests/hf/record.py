@@ -48,13 +48,59 @@ _FAMILIES = {
   ),
   'qwen2': ('Qwen2', {'tie_word_embeddings': True, 'rms_norm_eps': 1e-5}),
   'qwen3': ('Qwen3', {'head_dim': 8}),
+  'qwen3_moe': (
+    'Qwen3Moe',
+    {
+      'head_dim': 8,
+      'moe_intermediate_size': 12,
+      'num_experts': 6,
+      'num_experts_per_tok': 2,
+      'norm_topk_prob': True,
+      'decoder_sparse_step': 1,
+    },
+  ),
+  # Both chunks and steps of the temperature end within the row.
+  'llama4': (
+    'Llama4',
+    {
+      'num_hidden_layers': 4,
+      'head_dim': 8,
+      'intermediate_size_mlp': 40,
+      'num_local_experts': 4,
+      'num_experts_per_tok': 1,
+      'no_rope_layer_interval': 2,
+      'attention_chunk_size': 16,
+      'floor_scale': 8,
+      'attn_scale': 0.5,
+      # As in Scout, nothing is between kept and lowered frequencies.
+      'rope_parameters': {**_LLAMA3, 'high_freq_factor': 1.0},
+    },
+  ),
 }
 _T = 40
 
 
+def _as_stored(name, value, kind):
+  """Experts of Qwen3 are one array in memory, and many in a file."""
+  start, found, part = name.partition('.experts.')
+  if not found or kind != 'Qwen3Moe':
+    yield name, value
+    return
+  for i, expert in enumerate(value):
+    here = f'{start}.experts.{i}'
+    if part == 'down_proj':
+      yield f'{here}.down_proj.weight', expert
+    else:
+      gate, up = np.split(expert, 2)
+      yield f'{here}.gate_proj.weight', gate
+      yield f'{here}.up_proj.weight', up
+
+
 def record(family: str) -> None:
   kind, options = _FAMILIES[family]
-  config = getattr(transformers, f'{kind}Config')(**_SIZES, **options)
+  text = 'Text' if kind == 'Llama4' else ''
+  sizes = {**_SIZES, **options}
+  config = getattr(transformers, f'{kind}{text}Config')(**sizes)
   torch.manual_seed(0)
   model = getattr(transformers, f'{kind}ForCausalLM')(config).eval()
   with torch.no_grad():  # Norms and biases would else be ones and zeros.
@@ -79,7 +125,9 @@ def record(family: str) -> None:
   chosen = logp.gather(-1, batch[:, 1:, None])[..., 0]
   (-chosen.mean()).backward()
   gradients = {
-    f'gradient/{n}': p.grad.numpy() for n, p in model.named_parameters()
+    f'gradient/{n}': g
+    for name, p in model.named_parameters()
+    for n, g in _as_stored(name, p.grad.numpy(), kind)
   }
   np.savez_compressed(
     out / 'expected.npz',

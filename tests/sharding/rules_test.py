@@ -33,6 +33,9 @@ def leaves(tree):
   }
 
 
+# What all columns but those of the experts are cut along.
+COLUMNS = ('fsdp', 'expert')
+
 # --- Rules. -----------------------------------------------------------------
 
 
@@ -42,10 +45,11 @@ def leaves(tree):
     ((), ()),
     ((None,), (None,)),
     (('layers', None), (None, None)),
-    (('vocab', 'embed'), ('tensor', 'fsdp')),
-    (('embed', 'heads', 'head_dim'), ('fsdp', 'tensor', None)),
+    (('vocab', 'embed'), ('tensor', COLUMNS)),
+    (('embed', 'heads', 'head_dim'), (COLUMNS, 'tensor', None)),
     (('kv_heads', 'head_dim'), ('tensor', None)),
-    (('mlp', 'embed'), ('tensor', 'fsdp')),
+    (('expert', 'expert_embed', 'mlp'), ('expert', 'fsdp', 'tensor')),
+    (('mlp', 'embed'), ('tensor', COLUMNS)),
   ],
   ids=str,
 )
@@ -61,7 +65,7 @@ def test_a_tree_of_names_keeps_its_structure():
   specs = jax.tree.map(lambda s: s.spec, found)
   assert specs == {
     'a': PartitionSpec('tensor'),
-    'b': {'c': PartitionSpec(None, 'fsdp'), 'd': PartitionSpec()},
+    'b': {'c': PartitionSpec(None, COLUMNS), 'd': PartitionSpec()},
   }
 
 
@@ -72,7 +76,13 @@ def test_an_axis_without_a_rule_is_refused():
 
 
 @pytest.mark.parametrize(
-  'axes', [('heads', 'mlp'), ('embed', 'embed'), ('vocab', None, 'kv_heads')]
+  'axes',
+  [
+    ('heads', 'mlp'),
+    ('embed', 'embed'),
+    ('vocab', None, 'kv_heads'),
+    ('embed', 'expert'),
+  ],
 )
 def test_two_dimensions_on_one_mesh_axis_are_refused(axes):
   with pytest.raises(ValueError, match='put two dimensions on one of'):
@@ -80,8 +90,8 @@ def test_two_dimensions_on_one_mesh_axis_are_refused(axes):
 
 
 def test_rules_lead_to_axes_of_the_mesh():
-  targets = set(sharding.RULES.values()) - {None}
-  assert targets == {'fsdp', 'tensor'}
+  targets = {a for name in sharding.RULES for a in sharding.mesh_axes(name)}
+  assert targets == {'fsdp', 'tensor', 'expert'}
   assert targets < set(sharding.MESH_AXES)
 
 
@@ -120,24 +130,24 @@ def test_every_parameter_has_the_sharding_of_the_design():
   # Blocks are stacked on a leading axis, which is not sharded.
   block = {
     'attention_norm': (None,),
-    'q': ('fsdp', 'tensor', None),
-    'k': ('fsdp', 'tensor', None),
-    'v': ('fsdp', 'tensor', None),
+    'q': (COLUMNS, 'tensor', None),
+    'k': (COLUMNS, 'tensor', None),
+    'v': (COLUMNS, 'tensor', None),
     'q_bias': ('tensor', None),
     'k_bias': ('tensor', None),
     'v_bias': ('tensor', None),
     'q_norm': (None,),
     'k_norm': (None,),
-    'o': ('tensor', None, 'fsdp'),
+    'o': ('tensor', None, COLUMNS),
     'mlp_norm': (None,),
-    'gate': ('fsdp', 'tensor'),
-    'up': ('fsdp', 'tensor'),
-    'down': ('tensor', 'fsdp'),
+    'gate': (COLUMNS, 'tensor'),
+    'up': (COLUMNS, 'tensor'),
+    'down': ('tensor', COLUMNS),
   }
   expected = {
-    'embed': ('tensor', 'fsdp'),
+    'embed': ('tensor', COLUMNS),
     'final_norm': (None,),
-    'head': ('fsdp', 'tensor'),
+    'head': (COLUMNS, 'tensor'),
     **{f'layers/{name}': (None, *axes) for name, axes in block.items()},
   }
   found = leaves(resolve(models.logical_axes(SPEC)))
