@@ -23,6 +23,24 @@ def spec(**changes) -> models.ModelSpec:
   return models.ModelSpec(**(fields | changes))
 
 
+def moe_spec(**changes) -> models.ModelSpec:
+  """A model with all that Scout has: two local layers to each global one."""
+  fields = {
+    'num_layers': 3,
+    'moe': models.MoeSpec(
+      num_experts=4,
+      experts_per_token=1,
+      expert_dim=24,
+      router='sigmoid',
+      shared_dim=16,
+    ),
+    'local_attention': models.LocalAttention(
+      chunk_tokens=5, global_every=3, floor_tokens=4
+    ),
+  }
+  return spec(**(fields | changes))
+
+
 @functools.lru_cache
 def params(seed: int = 0, model: models.ModelSpec | None = None):
   """Draws parameters; norms and biases too, so that a test sees them."""

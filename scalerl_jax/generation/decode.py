@@ -156,9 +156,13 @@ def admit(
     limits = jax.tree.map(
       lambda new, old: jnp.where(is_new, new, old), fresh, state.limits
     )
+  positions = state.cache.positions
+  if positions is not None:
+    positions = positions.at[:, :P].set(jnp.arange(P)[None, :])
   cache = state.cache._replace(
     keys=tuple(map(fill, state.cache.keys, kv.keys)),
     values=tuple(map(fill, state.cache.values, kv.values)),
+    positions=positions,
   )
   return state._replace(
     cache=cache,
@@ -248,7 +252,9 @@ def refresh(
 
   return state._replace(
     cache=state.cache._replace(
-      keys=tuple(map(place, kv.keys)), values=tuple(map(place, kv.values))
+      keys=tuple(map(place, kv.keys)),
+      values=tuple(map(place, kv.values)),
+      positions=None if state.cache.positions is None else source,
     )
   )
 

@@ -10,20 +10,30 @@ from scalerl_jax import sharding
 from tests import tiny_model
 
 
+_SOFTMAX = models.MoeSpec(num_experts=8, experts_per_token=3, expert_dim=12)
+
+
 @pytest.mark.parametrize(
-  'shape', [(8, 1, 1, 1), (2, 4, 1, 1), (2, 2, 2, 1), (1, 4, 2, 1)]
+  ('shape', 'kind', 'remat'),
+  [
+    ((8, 1, 1, 1), 'dense', 'none'),
+    ((2, 4, 1, 1), 'dense', 'full'),
+    ((2, 2, 2, 1), 'dense', 'none'),
+    ((1, 4, 2, 1), 'dense', 'full'),
+    ((8, 1, 1, 1), 'scout', 'full'),
+    ((2, 4, 1, 1), 'scout', 'none'),
+    ((2, 2, 2, 1), 'scout', 'none'),
+    ((1, 2, 2, 2), 'scout', 'full'),
+    ((1, 2, 1, 4), 'softmax', 'none'),
+    ((1, 2, 2, 2), 'softmax', 'full'),
+  ],
 )
-@pytest.mark.parametrize('remat', ['none', 'full'])
-def test_scores_and_gradients_are_those_of_one_device(shape, remat):
-  spec = tiny_model.spec(
-    vocab_size=16,
-    model_dim=16,
-    hidden_dim=32,
-    num_heads=4,
-    num_kv_heads=2,
-    num_layers=2,
-    remat=remat,
-  )
+def test_scores_and_gradients_are_those_of_one_device(shape, kind, remat):
+  spec = {
+    'dense': tiny_model.spec(num_layers=2, vocab_size=16, remat=remat),
+    'scout': tiny_model.moe_spec(vocab_size=16, remat=remat),
+    'softmax': tiny_model.spec(vocab_size=16, moe=_SOFTMAX, remat=remat),
+  }[kind]
   params = models.init_params(spec, jax.random.key(0))
   rng = np.random.default_rng(0)
   tokens = jnp.asarray(rng.integers(0, 16, (16, 12)))
