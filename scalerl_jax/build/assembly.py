@@ -113,10 +113,18 @@ class _Experiment:
     init_key, train_key, eval_key = jax.random.split(
       jax.random.key(config.seed), 3
     )
+    mesh = make_mesh(config) if max(config.mesh.shape) > 1 else None
+    shardings = None
+    if mesh is not None:
+      shardings = sharding.param_shardings(
+        models.logical_axes(self._spec), mesh
+      )
     params = base_policy.base_params(
-      config, self._spec, tokenizer, workdir, init_key
+      config, self._spec, tokenizer, workdir, init_key, shardings=shardings
     )
-    self.trainer = _make_trainer(config, self._spec, params, tokenizer.pad_id)
+    self.trainer = _make_trainer(
+      config, self._spec, params, shardings, mesh, tokenizer.pad_id
+    )
     engine = jax_engine.JaxEngine(
       _decode_spec(config, self._spec, tokenizer), key=train_key
     )
@@ -278,19 +286,16 @@ def _make_trainer(
   config: config_lib.RunConfig,
   spec: models.ModelSpec,
   params: Any,
+  shardings: Any,
+  mesh: jax.sharding.Mesh | None,
   pad_id: int,
 ) -> trainer_lib.Trainer:
   tx = optimizer.make_optimizer(config.optimizer)
-  mesh = None
-  if max(config.mesh.shape) > 1:
-    mesh = make_mesh(config)
   step_fn = make_step(config, spec, tx, mesh)
   if mesh is None:
     state = state_lib.init(params, tx)
   else:
-    state = state_lib.init_sharded(
-      params, tx, sharding.param_shardings(models.logical_axes(spec), mesh)
-    )
+    state = state_lib.init_sharded(params, tx, shardings, donate=True)
   return trainer_lib.Trainer(
     state,
     step_fn,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import functools
 import itertools
 import logging
 import pathlib
@@ -29,6 +30,8 @@ def base_params(
   tokenizer: data.Tokenizer,
   workdir: pathlib.Path,
   key: jax.Array,
+  *,
+  shardings: Any = None,
 ) -> Any:
   """Draws parameters and warms them up, unless the result is cached.
 
@@ -42,12 +45,17 @@ def base_params(
     workdir: Holds the cache, `warm_start/`, and the losses,
       `warm_start.jsonl`.
     key: Of the initial parameters, consumed.
+    shardings: Of the parameters; None: one device. Without a warm start they
+      are drawn straight into them.
 
   Returns:
-    Parameters.
+    Parameters, which are the caller's alone.
   """
-  params = models.init_params(spec, key)
   steps = config.warm_start.num_steps
+  if not steps and shardings is not None:
+    draw = functools.partial(models.init_params, spec)
+    return jax.jit(draw, out_shardings=shardings)(key)
+  params = models.init_params(spec, key)
   if not steps:
     return params
   cache = checkpointing.Checkpointer(workdir / 'warm_start', keep=1)

@@ -174,18 +174,16 @@ def _advice(found: Plan) -> str:
 def _batch(
   config: config_lib.RunConfig, rows: int, mesh: jax.sharding.Mesh
 ) -> arrays.Batch:
-  grid = sharding.placement(mesh).rows
-  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
   def describe(x: np.ndarray) -> jax.ShapeDtypeStruct:
-    is_row = x.ndim == 2
-    return jax.ShapeDtypeStruct(
-      (rows, config.batch.max_tokens) if is_row else (config.batch.rows,),
-      x.dtype,
-      sharding=grid if is_row else whole,
-    )
+    shape = (rows, config.batch.max_tokens)[: x.ndim]
+    return jax.ShapeDtypeStruct(shape, x.dtype)
 
-  return jax.tree.map(describe, batching.empty(1, 1, 1, pad_id=0))
+  batch = jax.tree.map(describe, batching.empty(1, 1, 1, pad_id=0))
+  return jax.tree.map(
+    lambda x, placed: x.update(sharding=placed),
+    batch,
+    sharding.batch_shardings(batch, mesh),
+  )
 
 
 def _bytes(tree: Any) -> int:

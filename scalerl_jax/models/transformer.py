@@ -45,6 +45,9 @@ class Output(NamedTuple):
 def init_params(spec: spec_lib.ModelSpec, key: jax.Array) -> Params:
   """Draws float32 parameters.
 
+  Under `jit` with shardings the values are the same to the bit, and no array is
+  ever whole on one device.
+
   Args:
     spec: The model.
     key: PRNG key, consumed.
@@ -60,7 +63,9 @@ def init_params(spec: spec_lib.ModelSpec, key: jax.Array) -> Params:
     if info.scale is None:
       value = jnp.ones(info.shape, jnp.float32)
     else:
-      value = info.scale * jax.random.normal(k, info.shape, jnp.float32)
+      normal = jax.random.normal(k, info.shape, jnp.float32)
+      # Else a compiler merges the scale into the last factor of `normal`.
+      value = info.scale * jax.lax.optimization_barrier(normal)
     _insert(params, path, value)
   return params
 

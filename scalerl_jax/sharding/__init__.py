@@ -3,15 +3,19 @@
 from scalerl_jax.sharding.rules import MESH_AXES as MESH_AXES
 from scalerl_jax.sharding.rules import RULES as RULES
 from scalerl_jax.sharding.rules import Placement as Placement
+from scalerl_jax.sharding.rules import batch_shardings as batch_shardings
 from scalerl_jax.sharding.rules import make_mesh as make_mesh
 from scalerl_jax.sharding.rules import param_shardings as param_shardings
 from scalerl_jax.sharding.rules import placement as placement
+from scalerl_jax.sharding.rules import put as put
 
 __all__ = (
   'MESH_AXES',
   'RULES',
   'Placement',
+  'batch_shardings',
   'make_mesh',
   'param_shardings',
   'placement',
+  'put',
 )
