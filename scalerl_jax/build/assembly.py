@@ -1,5 +1,6 @@
 """From a configuration to a run, new or resumed."""
 
+from collections.abc import Sequence
 import contextlib
 import pathlib
 import time
@@ -310,11 +311,14 @@ def _make_trainer(
   )
 
 
-def make_mesh(config: config_lib.RunConfig) -> jax.sharding.Mesh:
+def make_mesh(
+  config: config_lib.RunConfig, *, devices: Sequence[Any] | None = None
+) -> jax.sharding.Mesh:
   """Makes the mesh of a configuration.
 
   Args:
     config: The configuration.
+    devices: Which; None: the first of all.
 
   Returns:
     The mesh.
@@ -323,7 +327,7 @@ def make_mesh(config: config_lib.RunConfig) -> jax.sharding.Mesh:
     config_lib.ConfigError: There are fewer devices than it needs.
   """
   try:
-    return sharding.make_mesh(config.mesh.shape)
+    return sharding.make_mesh(config.mesh.shape, devices=devices)
   except ValueError as error:
     raise config_lib.ConfigError(str(error)) from None
 

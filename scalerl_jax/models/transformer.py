@@ -25,6 +25,7 @@ from scalerl_jax.models import layers
 from scalerl_jax.models import spec as spec_lib
 
 Params = dict[str, Any]
+CHUNK_TOKENS = 4096  # Whose logits exist at one time, on all devices.
 
 
 class KeyValues(NamedTuple):
@@ -192,7 +193,7 @@ def make_policy_fn(
   spec: spec_lib.ModelSpec,
   *,
   temperature: float,
-  chunk_size: int = 4096,
+  chunk_size: int = CHUNK_TOKENS,
   placement: sharding.Placement | None = None,
 ) -> Callable[..., arrays.TokenScores]:
   """Makes the function that scores given tokens, as the train step wants it.
