@@ -168,7 +168,7 @@ def report(
   Returns:
     Lines of text, and False where the step does not fit or the compiler warned.
   """
-  per_device = {
+  per_device: dict[str, int | float] = {
     'weights': found.weights,
     'optimizer': found.optimizer,
     'batch': found.batch,
