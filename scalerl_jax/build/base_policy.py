@@ -1,4 +1,4 @@
-"""The base policy: drawn parameters, or the cached warm start."""
+"""The base policy: a checkpoint, drawn parameters, or the warm start."""
 
 from collections.abc import Iterator
 import contextlib
@@ -13,6 +13,7 @@ import numpy as np
 from scalerl_jax import arrays
 from scalerl_jax import config as config_lib
 from scalerl_jax import data
+from scalerl_jax import hf
 from scalerl_jax import models
 from scalerl_jax.data import arithmetic
 from scalerl_jax.pipeline import warm_start
@@ -29,8 +30,10 @@ def base_params(
   tokenizer: data.Tokenizer,
   workdir: pathlib.Path,
   key: jax.Array,
+  *,
+  shardings: Any = None,
 ) -> Any:
-  """Draws parameters and warms them up, unless the result is cached.
+  """Loads or draws parameters and warms them up, unless that is cached.
 
   The warm start runs on one device whatever the mesh is, so that runs on
   different meshes start from the same policy.
@@ -41,13 +44,26 @@ def base_params(
     tokenizer: Turns solutions into tokens.
     workdir: Holds the cache, `warm_start/`, and the losses,
       `warm_start.jsonl`.
-    key: Of the initial parameters, consumed.
+    key: Of the drawn parameters, consumed.
+    shardings: Of the parameters on the mesh, where a checkpoint goes at once;
+      None: one device.
 
   Returns:
     Parameters.
+
+  Raises:
+    config_lib.ConfigError: The checkpoint of `model.path` cannot be used.
   """
-  params = models.init_params(spec, key)
   steps = config.warm_start.num_steps
+  if path := config.model.path:
+    try:
+      params = hf.load_params(
+        path, spec, shardings=None if steps else shardings
+      )
+    except hf.HfError as error:
+      raise config_lib.ConfigError(f'model.path={path!r}: {error}') from None
+  else:
+    params = models.init_params(spec, key)
   if not steps:
     return params
   cache = checkpointing.Checkpointer(workdir / 'warm_start', keep=1)
@@ -111,7 +127,7 @@ def _batches(
       *([False] * len(inserted)),
       *([True] * len(after)),
     ]
-    prompt = tokenizer.encode(chain.prompt)
+    prompt = tokenizer.encode_prompt(chain.prompt)
     return prompt, before + inserted + after, learned
 
   # Prompt, a line for each operation, the markers and the answer.

@@ -21,6 +21,7 @@ from scalerl_jax import config as config_lib
 from scalerl_jax import models
 from scalerl_jax import sharding
 from scalerl_jax.build import assembly
+from scalerl_jax.build import tokenization
 from scalerl_jax.reporting import compute
 from scalerl_jax.training import batching
 from scalerl_jax.training import optimizer
@@ -75,9 +76,11 @@ def plan(config: config_lib.RunConfig) -> Plan:
     The plan.
 
   Raises:
-    config_lib.ConfigError: There are fewer devices than the mesh needs.
+    config_lib.ConfigError: There are fewer devices than the mesh needs, or the
+      tokenizer cannot be used.
   """
-  spec = config.spec
+  config, tokenizer = tokenization.complete(config)
+  spec = config.model.spec(vocab_size=tokenizer.vocab_size)
   mesh = assembly.make_mesh(config)
   tx = optimizer.make_optimizer(config.optimizer)
   params = models.abstract_params(spec)
