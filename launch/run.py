@@ -79,7 +79,10 @@ def main(argv: Sequence[str]) -> int:
     run_config = _read_config()
     workdir = _workdir(run_config)
     if _DRY_RUN.value:
-      _check_data(run_config)
+      from scalerl_jax import build
+
+      run_config, tokenizer = build.complete(run_config)
+      _check_data(run_config, tokenizer)
       print(json.dumps(config_lib.to_dict(run_config), indent=2))
       code = _plan(run_config)
       print(f'would run in {workdir}')
@@ -136,14 +139,16 @@ def _workdir(run_config: config_lib.RunConfig) -> pathlib.Path:
   return pathlib.Path('runs') / f'{name}-seed{run_config.seed}'
 
 
-def _check_data(run_config: config_lib.RunConfig) -> None:
+def _check_data(
+  run_config: config_lib.RunConfig, tokenizer: data.Tokenizer
+) -> None:
   found = []
   for path in (run_config.data.train_path, run_config.data.eval_path):
     if path:
       found.append(
         data.read_problems(
           path,
-          tokenizer=data.ByteTokenizer(),
+          tokenizer=tokenizer,
           max_prompt_tokens=run_config.data.max_prompt_tokens,
         )
       )

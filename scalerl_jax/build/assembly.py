@@ -21,6 +21,7 @@ from scalerl_jax import rewards
 from scalerl_jax import sharding
 from scalerl_jax.build import base_policy
 from scalerl_jax.build import recorder as recorder_lib
+from scalerl_jax.build import tokenization
 from scalerl_jax.build import workdir as workdir_lib
 from scalerl_jax.generation import decode
 from scalerl_jax.generation import jax_engine
@@ -58,16 +59,17 @@ def run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
     What happened, in one or two lines.
 
   Raises:
-    config_lib.ConfigError: The directory, its checkpoints or the devices do not
-      fit.
+    config_lib.ConfigError: The directory, its checkpoints, the devices, the
+      tokenizer or the checkpoint that it starts from do not fit.
     data.DataError: The problem files cannot be used.
     RunError: The disk, the generator or the optimization failed on the way.
   """
   if config.reporting.plots:
     _require_plots()
+  config, tokenizer = tokenization.complete(config)
   workdir_lib.open_workdir(config, workdir)
   try:
-    return _run(config, workdir)
+    return _run(config, workdir, tokenizer)
   except checkpointing.UnusableCheckpointError as error:
     raise config_lib.ConfigError(str(error)) from None
   except _FAILURES as error:
@@ -77,11 +79,15 @@ def run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
     ) from error
 
 
-def _run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
+def _run(
+  config: config_lib.RunConfig,
+  workdir: pathlib.Path,
+  tokenizer: data.Tokenizer,
+) -> str:
   with contextlib.closing(
-    recorder_lib.Recorder(workdir, config, decode=data.ByteTokenizer().decode)
+    recorder_lib.Recorder(workdir, config, decode=tokenizer.decode)
   ) as recorder:
-    experiment = _Experiment(config, workdir, recorder)
+    experiment = _Experiment(config, workdir, tokenizer, recorder)
     try:
       experiment.run()
       outcome = f'files: {workdir}'
@@ -101,22 +107,22 @@ class _Experiment:
     self,
     config: config_lib.RunConfig,
     workdir: pathlib.Path,
+    tokenizer: data.Tokenizer,
     recorder: recorder_lib.Recorder,
   ) -> None:
     self._config = config
-    tokenizer = data.ByteTokenizer()
     self._train, self._held_out = workdir_lib.read_problems(
       config, workdir, tokenizer
     )
     self._tokenizer = tokenizer
     self.recorder = recorder
-    self._spec = config.spec
+    self._spec = config.model.spec(vocab_size=tokenizer.vocab_size)
     init_key, train_key, eval_key = jax.random.split(
       jax.random.key(config.seed), 3
     )
-    mesh = make_mesh(config) if max(config.mesh.shape) > 1 else None
-    shardings = None
-    if mesh is not None:
+    mesh, shardings = None, None
+    if max(config.mesh.shape) > 1:
+      mesh = make_mesh(config)
       shardings = sharding.param_shardings(
         models.logical_axes(self._spec), mesh
       )
@@ -124,7 +130,7 @@ class _Experiment:
       config, self._spec, tokenizer, workdir, init_key, shardings=shardings
     )
     self.trainer = _make_trainer(
-      config, self._spec, params, shardings, mesh, tokenizer.pad_id
+      config, self._spec, params, tokenizer.pad_id, mesh, shardings
     )
     engine = jax_engine.JaxEngine(
       _decode_spec(config, self._spec, tokenizer), key=train_key
@@ -265,7 +271,7 @@ class _Experiment:
     return rewards.grade(group, problem, decode=self._tokenizer.decode)
 
   def _ids(self, problem: records.Problem) -> np.ndarray:
-    return np.array(self._tokenizer.encode(problem.prompt), np.int32)
+    return np.array(self._tokenizer.encode_prompt(problem.prompt), np.int32)
 
   def _meter(self) -> compute.ComputeMeter:
     return loop_lib.total_meter(self._producer, self.trainer)
@@ -287,9 +293,9 @@ def _make_trainer(
   config: config_lib.RunConfig,
   spec: models.ModelSpec,
   params: Any,
-  shardings: Any,
-  mesh: jax.sharding.Mesh | None,
   pad_id: int,
+  mesh: jax.sharding.Mesh | None,
+  shardings: Any,
 ) -> trainer_lib.Trainer:
   tx = optimizer.make_optimizer(config.optimizer)
   step_fn = make_step(config, spec, tx, mesh)
@@ -384,7 +390,7 @@ def _decode_spec(
     response_tokens=response_tokens,
     steps_per_dispatch=config.engine.steps_per_dispatch,
     temperature=config.engine.temperature,
-    stop_id=tokenizer.end_id,
+    stop_ids=tokenizer.stop_ids,
     interruption=interruption,
   )
 

@@ -24,6 +24,7 @@ from scalerl_jax import models
 from scalerl_jax import sharding
 from scalerl_jax.build import assembly
 from scalerl_jax.build import collectives
+from scalerl_jax.build import tokenization
 from scalerl_jax.reporting import compute
 from scalerl_jax.training import batching
 from scalerl_jax.training import optimizer
@@ -104,10 +105,12 @@ def plan(config: config_lib.RunConfig, *, topology: str | None = None) -> Plan:
 
   Raises:
     config_lib.ConfigError: There are fewer devices than the mesh needs, or the
-      topology is unknown or libtpu is missing.
+      topology is unknown or libtpu is missing, or the tokenizer cannot be
+      used.
     DoesNotFitError: The compiler for a topology says so.
   """
-  spec = config.spec
+  config, tokenizer = tokenization.complete(config)
+  spec = config.model.spec(vocab_size=tokenizer.vocab_size)
   mesh = assembly.make_mesh(
     config, devices=None if topology is None else _tpu_devices(topology)
   )
