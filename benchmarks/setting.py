@@ -81,7 +81,7 @@ def decode_spec(*, num_slots: int, response_tokens: int) -> decode.DecodeSpec:
     response_tokens=response_tokens,
     steps_per_dispatch=8,
     temperature=1.0,
-    stop_id=STOP_ID,
+    stop_ids=(STOP_ID,),
     interruption=interruption,
   )
 

@@ -2,11 +2,14 @@
 
     python launch/run.py --config=configs/toy.py[:VARIANT] [--workdir=DIR]
         [--config.FIELD=VALUE ...]
-        [--dry_run [--device_memory_gib=M] [--device_tflops=F]]
+        [--dry_run [--device_memory_gib=M] [--device_tflops=F]
+         [--generator_memory_gib=G] [--topology=NAME]]
 
 `--dry_run` checks the config and the problem files, compiles the train step for
 the configured mesh over simulated devices, and prints what it needs; exit code
 1 where that does not fit the memory, or the compiler gathers an array whole.
+With `--topology=v6e:16x16` it compiles for that TPU instead, which need not be
+there (`pip install 'scalerl_jax[tpu]'`).
 
 Bad input ends with one line on stderr and exit code 2, a run that fails on the
 way with one line and exit code 1.
@@ -44,6 +47,15 @@ _MEMORY = flags.DEFINE_float(
 _TFLOPS = flags.DEFINE_float(
   'device_tflops', None, 'Peak of a device, in 10^12 per s.', lower_bound=0
 )
+_GENERATOR_MEMORY = flags.DEFINE_float(
+  'generator_memory_gib',
+  None,
+  'Memory of a server that generates, all its devices together.',
+  lower_bound=0,
+)
+_TOPOLOGY = flags.DEFINE_string(
+  'topology', None, 'TPU that the train step is compiled for, as v6e:16x16.'
+)
 
 
 class _UsageError(Exception):
@@ -67,7 +79,10 @@ def main(argv: Sequence[str]) -> int:
     run_config = _read_config()
     workdir = _workdir(run_config)
     if _DRY_RUN.value:
-      _check_data(run_config)
+      from scalerl_jax import build
+
+      run_config, tokenizer = build.complete(run_config)
+      _check_data(run_config, tokenizer)
       print(json.dumps(config_lib.to_dict(run_config), indent=2))
       code = _plan(run_config)
       print(f'would run in {workdir}')
@@ -124,14 +139,16 @@ def _workdir(run_config: config_lib.RunConfig) -> pathlib.Path:
   return pathlib.Path('runs') / f'{name}-seed{run_config.seed}'
 
 
-def _check_data(run_config: config_lib.RunConfig) -> None:
+def _check_data(
+  run_config: config_lib.RunConfig, tokenizer: data.Tokenizer
+) -> None:
   found = []
   for path in (run_config.data.train_path, run_config.data.eval_path):
     if path:
       found.append(
         data.read_problems(
           path,
-          tokenizer=data.ByteTokenizer(),
+          tokenizer=tokenizer,
           max_prompt_tokens=run_config.data.max_prompt_tokens,
         )
       )
@@ -143,11 +160,20 @@ def _plan(run_config: config_lib.RunConfig) -> int:
   """Prints what a step needs; returns the exit code."""
   from scalerl_jax import build
 
+  def gib(flag: flags.FlagHolder[float | None]) -> float | None:
+    return None if flag.value is None else flag.value * 2**30
+
   build.simulate_devices(math.prod(run_config.mesh.shape))
+  try:
+    found = build.plan(run_config, topology=_TOPOLOGY.value)
+  except build.DoesNotFitError as error:
+    print(error)
+    return 1
   text, sound = build.report(
-    build.plan(run_config),
-    device_memory=None if _MEMORY.value is None else _MEMORY.value * 2**30,
+    found,
+    device_memory=gib(_MEMORY),
     device_flops=None if not _TFLOPS.value else _TFLOPS.value * 1e12,
+    generator_memory=gib(_GENERATOR_MEMORY),
   )
   print(text)
   return 0 if sound else 1

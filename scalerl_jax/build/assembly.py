@@ -1,5 +1,6 @@
 """From a configuration to a run, new or resumed."""
 
+from collections.abc import Sequence
 import contextlib
 import pathlib
 import time
@@ -20,6 +21,7 @@ from scalerl_jax import rewards
 from scalerl_jax import sharding
 from scalerl_jax.build import base_policy
 from scalerl_jax.build import recorder as recorder_lib
+from scalerl_jax.build import tokenization
 from scalerl_jax.build import workdir as workdir_lib
 from scalerl_jax.generation import decode
 from scalerl_jax.generation import jax_engine
@@ -57,16 +59,17 @@ def run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
     What happened, in one or two lines.
 
   Raises:
-    config_lib.ConfigError: The directory, its checkpoints or the devices do not
-      fit.
+    config_lib.ConfigError: The directory, its checkpoints, the devices, the
+      tokenizer or the checkpoint that it starts from do not fit.
     data.DataError: The problem files cannot be used.
     RunError: The disk, the generator or the optimization failed on the way.
   """
   if config.reporting.plots:
     _require_plots()
+  config, tokenizer = tokenization.complete(config)
   workdir_lib.open_workdir(config, workdir)
   try:
-    return _run(config, workdir)
+    return _run(config, workdir, tokenizer)
   except checkpointing.UnusableCheckpointError as error:
     raise config_lib.ConfigError(str(error)) from None
   except _FAILURES as error:
@@ -76,11 +79,15 @@ def run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
     ) from error
 
 
-def _run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
+def _run(
+  config: config_lib.RunConfig,
+  workdir: pathlib.Path,
+  tokenizer: data.Tokenizer,
+) -> str:
   with contextlib.closing(
-    recorder_lib.Recorder(workdir, config, decode=data.ByteTokenizer().decode)
+    recorder_lib.Recorder(workdir, config, decode=tokenizer.decode)
   ) as recorder:
-    experiment = _Experiment(config, workdir, recorder)
+    experiment = _Experiment(config, workdir, tokenizer, recorder)
     try:
       experiment.run()
       outcome = f'files: {workdir}'
@@ -100,23 +107,31 @@ class _Experiment:
     self,
     config: config_lib.RunConfig,
     workdir: pathlib.Path,
+    tokenizer: data.Tokenizer,
     recorder: recorder_lib.Recorder,
   ) -> None:
     self._config = config
-    tokenizer = data.ByteTokenizer()
     self._train, self._held_out = workdir_lib.read_problems(
       config, workdir, tokenizer
     )
     self._tokenizer = tokenizer
     self.recorder = recorder
-    self._spec = config.spec
+    self._spec = config.model.spec(vocab_size=tokenizer.vocab_size)
     init_key, train_key, eval_key = jax.random.split(
       jax.random.key(config.seed), 3
     )
+    mesh, shardings = None, None
+    if max(config.mesh.shape) > 1:
+      mesh = make_mesh(config)
+      shardings = sharding.param_shardings(
+        models.logical_axes(self._spec), mesh
+      )
     params = base_policy.base_params(
-      config, self._spec, tokenizer, workdir, init_key
+      config, self._spec, tokenizer, workdir, init_key, shardings=shardings
     )
-    self.trainer = _make_trainer(config, self._spec, params, tokenizer.pad_id)
+    self.trainer = _make_trainer(
+      config, self._spec, params, tokenizer.pad_id, mesh, shardings
+    )
     engine = jax_engine.JaxEngine(
       _decode_spec(config, self._spec, tokenizer), key=train_key
     )
@@ -256,7 +271,7 @@ class _Experiment:
     return rewards.grade(group, problem, decode=self._tokenizer.decode)
 
   def _ids(self, problem: records.Problem) -> np.ndarray:
-    return np.array(self._tokenizer.encode(problem.prompt), np.int32)
+    return np.array(self._tokenizer.encode_prompt(problem.prompt), np.int32)
 
   def _meter(self) -> compute.ComputeMeter:
     return loop_lib.total_meter(self._producer, self.trainer)
@@ -279,18 +294,15 @@ def _make_trainer(
   spec: models.ModelSpec,
   params: Any,
   pad_id: int,
+  mesh: jax.sharding.Mesh | None,
+  shardings: Any,
 ) -> trainer_lib.Trainer:
   tx = optimizer.make_optimizer(config.optimizer)
-  mesh = None
-  if max(config.mesh.shape) > 1:
-    mesh = make_mesh(config)
   step_fn = make_step(config, spec, tx, mesh)
   if mesh is None:
     state = state_lib.init(params, tx)
   else:
-    state = state_lib.init_sharded(
-      params, tx, sharding.param_shardings(models.logical_axes(spec), mesh)
-    )
+    state = state_lib.init_sharded(params, tx, shardings, donate=True)
   return trainer_lib.Trainer(
     state,
     step_fn,
@@ -305,11 +317,14 @@ def _make_trainer(
   )
 
 
-def make_mesh(config: config_lib.RunConfig) -> jax.sharding.Mesh:
+def make_mesh(
+  config: config_lib.RunConfig, *, devices: Sequence[Any] | None = None
+) -> jax.sharding.Mesh:
   """Makes the mesh of a configuration.
 
   Args:
     config: The configuration.
+    devices: Which; None: the first of all.
 
   Returns:
     The mesh.
@@ -318,7 +333,7 @@ def make_mesh(config: config_lib.RunConfig) -> jax.sharding.Mesh:
     config_lib.ConfigError: There are fewer devices than it needs.
   """
   try:
-    return sharding.make_mesh(config.mesh.shape)
+    return sharding.make_mesh(config.mesh.shape, devices=devices)
   except ValueError as error:
     raise config_lib.ConfigError(str(error)) from None
 
@@ -375,7 +390,7 @@ def _decode_spec(
     response_tokens=response_tokens,
     steps_per_dispatch=config.engine.steps_per_dispatch,
     temperature=config.engine.temperature,
-    stop_id=tokenizer.end_id,
+    stop_ids=tokenizer.stop_ids,
     interruption=interruption,
   )
 

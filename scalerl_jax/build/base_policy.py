@@ -1,7 +1,8 @@
-"""The base policy: drawn parameters, or the cached warm start."""
+"""The base policy: a checkpoint, drawn parameters, or the warm start."""
 
 from collections.abc import Iterator
 import contextlib
+import functools
 import itertools
 import logging
 import pathlib
@@ -13,6 +14,7 @@ import numpy as np
 from scalerl_jax import arrays
 from scalerl_jax import config as config_lib
 from scalerl_jax import data
+from scalerl_jax import hf
 from scalerl_jax import models
 from scalerl_jax.data import arithmetic
 from scalerl_jax.pipeline import warm_start
@@ -29,8 +31,10 @@ def base_params(
   tokenizer: data.Tokenizer,
   workdir: pathlib.Path,
   key: jax.Array,
+  *,
+  shardings: Any = None,
 ) -> Any:
-  """Draws parameters and warms them up, unless the result is cached.
+  """Loads or draws parameters and warms them up, unless that is cached.
 
   The warm start runs on one device whatever the mesh is, so that runs on
   different meshes start from the same policy.
@@ -41,13 +45,27 @@ def base_params(
     tokenizer: Turns solutions into tokens.
     workdir: Holds the cache, `warm_start/`, and the losses,
       `warm_start.jsonl`.
-    key: Of the initial parameters, consumed.
+    key: Of the drawn parameters, consumed.
+    shardings: Of the parameters; None: one device. Without a warm start they
+      are drawn or loaded straight into them.
 
   Returns:
-    Parameters.
+    Parameters, which are the caller's alone.
+
+  Raises:
+    config_lib.ConfigError: The checkpoint of `model.path` cannot be used.
   """
-  params = models.init_params(spec, key)
   steps = config.warm_start.num_steps
+  placed = None if steps else shardings
+  if path := config.model.path:
+    try:
+      params = hf.load_params(path, spec, shardings=placed)
+    except hf.HfError as error:
+      raise config_lib.ConfigError(f'model.path={path!r}: {error}') from None
+  else:
+    draw = functools.partial(models.init_params, spec)
+    # Eagerly on one device: its program would only cost time to compile.
+    params = (jax.jit(draw, out_shardings=placed) if placed else draw)(key)
   if not steps:
     return params
   cache = checkpointing.Checkpointer(workdir / 'warm_start', keep=1)
@@ -111,7 +129,7 @@ def _batches(
       *([False] * len(inserted)),
       *([True] * len(after)),
     ]
-    prompt = tokenizer.encode(chain.prompt)
+    prompt = tokenizer.encode_prompt(chain.prompt)
     return prompt, before + inserted + after, learned
 
   # Prompt, a line for each operation, the markers and the answer.

@@ -8,6 +8,7 @@ import jax
 from scalerl_jax import config as config_lib
 from scalerl_jax import hf
 from scalerl_jax import models
+from scalerl_jax.build import tokenization
 from scalerl_jax.training import checkpointing
 
 
@@ -18,7 +19,7 @@ def export(
   updates: int | None = None,
   dtype: str = 'bfloat16',
 ) -> int:
-  """Writes the parameters of a checkpoint of a run.
+  """Writes the parameters of a checkpoint of a run, and its tokenizer.
 
   Args:
     workdir: The run's directory, which is not changed.
@@ -30,7 +31,8 @@ def export(
     Updates that the weights contain.
 
   Raises:
-    config_lib.ConfigError: The directory holds no run.
+    config_lib.ConfigError: The directory holds no run, or its tokenizer or the
+      checkpoint that it started from is not where it was.
     checkpointing.UnusableCheckpointError: There is no such checkpoint, or it is
       damaged.
     checkpointing.CheckpointError: It could not be read, which may pass.
@@ -46,8 +48,8 @@ def export(
     ) from None
   except (ValueError, KeyError, TypeError):
     raise config_lib.ConfigError(f'{path} is not that of a run') from None
-  config = config_lib.from_config_dict(fields)
-  spec = config.spec
+  config, tokenizer = tokenization.complete(config_lib.from_config_dict(fields))
+  spec = config.model.spec(vocab_size=tokenizer.vocab_size)
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   template = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
@@ -56,5 +58,6 @@ def export(
   found, params = checkpointing.read_params(
     workdir / 'checkpoints', template, updates=updates
   )
-  hf.save_params(out, params, spec, dtype=dtype)
+  source = tokenization.directory(config)
+  hf.save_params(out, params, spec, dtype=dtype, source=source)
   return found

@@ -3,12 +3,17 @@
 from collections.abc import Mapping
 import dataclasses
 import math
+import types
 import typing
 from typing import Any
 
 import ml_collections
 
+from scalerl_jax import hf
 from scalerl_jax.config import run_config
+
+# Of the computation: a checkpoint does not fix them.
+_FREE = ('dtype', 'remat')
 
 
 class ConfigError(ValueError):
@@ -20,6 +25,9 @@ def from_config_dict(
 ) -> run_config.RunConfig:
   """Reads and checks a configuration.
 
+  Where `model.path` names a checkpoint, the sizes of the model that are not
+  written are filled in from it, and those that are written must agree.
+
   Args:
     config: A ConfigDict, or nested mappings.
 
@@ -28,9 +36,11 @@ def from_config_dict(
 
   Raises:
     ConfigError: A field is unknown, missing, of the wrong type or out of its
-      range, or fields contradict each other.
+      range, fields contradict each other or the checkpoint, or it cannot be
+      used.
   """
-  parsed = _parse(run_config.RunConfig, config, '')
+  tree = _with_checkpoint(_to_mapping(config, 'config'))
+  parsed = _parse(run_config.RunConfig, tree, '')
   assert isinstance(parsed, run_config.RunConfig)
   return parsed
 
@@ -68,6 +78,34 @@ def differences(
   ]
 
 
+def _with_checkpoint(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+  model = _to_mapping(tree.get('model', {}), 'model')
+  path = model.get('path')
+  if not path or not isinstance(path, str):
+    return tree
+  try:
+    found = dataclasses.asdict(hf.spec_from_hf(hf.read_config(path)))
+  except hf.HfError as error:
+    raise ConfigError(f'model.path={path!r}: {error}') from None
+  sizes = {name: value for name, value in found.items() if name not in _FREE}
+  return {**tree, 'model': _filled(model, sizes, 'model')}
+
+
+def _filled(written: Any, found: Any, name: str) -> Any:
+  if isinstance(written, Mapping) and isinstance(found, Mapping):
+    inner = {
+      key: _filled(written.get(key, value), value, f'{name}.{key}')
+      for key, value in found.items()
+    }
+    return {**written, **inner}
+  if written != found:
+    raise ConfigError(
+      f'{name}={written!r} must be that of the checkpoint model.path,'
+      f' {found!r}; or do not write it'
+    )
+  return written
+
+
 def _flatten(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
   flat: dict[str, Any] = {}
   for name, value in node.items():
@@ -100,10 +138,16 @@ def _parse(cls: type[Any], node: Any, prefix: str) -> Any:
   try:
     return cls(**parsed)
   except ValueError as error:
-    raise ConfigError(f'{prefix}{error}') from None
+    # Some sections say their own name.
+    text = str(error).removeprefix(f'{where.rpartition(".")[2]}.')
+    raise ConfigError(f'{prefix}{text}') from None
 
 
 def _convert(kind: Any, value: Any, name: str) -> Any:
+  if isinstance(kind, types.UnionType):  # A section, or None.
+    if value is None:
+      return None
+    kind = typing.get_args(kind)[0]
   if dataclasses.is_dataclass(kind):
     return _parse(typing.cast(type[Any], kind), value, f'{name}.')
   if typing.get_origin(kind) is dict:

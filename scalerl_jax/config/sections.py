@@ -18,9 +18,13 @@ _FORMS_PER_OPERATION = 24
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-  """The model, as `models.ModelSpec` without the vocabulary.
+  """The model, as `models.ModelSpec`, and where its weights come from.
 
   Attributes:
+    path: Directory of a checkpoint in the layout of Hugging Face that the run
+      starts from; its `config.json` gives every size that is not written. '':
+      drawn weights.
+    vocab_size: Rows of the embedding; 0: as many as the tokenizer has ids.
     num_layers: Transformer blocks.
     model_dim: Width of the residual stream.
     num_heads: Query heads.
@@ -28,14 +32,20 @@ class ModelConfig:
     head_dim: Width of one head.
     hidden_dim: Width of the feed-forward.
     rope_theta: Base of the rotary frequencies.
+    rope_scaling: How they are lowered for long contexts; None: not at all.
     norm_eps: Added to the mean square in RMSNorm.
     tied_head: True: the LM head is the transposed embedding.
     qk_norm: True: RMSNorm over each head of q and k.
     qkv_bias: True: q, k and v have biases.
+    moe: The mixture of experts; None: dense.
+    local_attention: Layers that see a part of the sequence; None: there are
+      none.
     dtype: Of the body's activations.
     remat: What the backward pass recomputes.
   """
 
+  path: str = ''
+  vocab_size: int = 0
   num_layers: int
   model_dim: int
   num_heads: int
@@ -43,10 +53,13 @@ class ModelConfig:
   head_dim: int
   hidden_dim: int
   rope_theta: float = 10_000.0
+  rope_scaling: spec_lib.RopeScaling | None = None
   norm_eps: float = 1e-6
   tied_head: bool = True
   qk_norm: bool = False
   qkv_bias: bool = False
+  moe: spec_lib.MoeSpec | None = None
+  local_attention: spec_lib.LocalAttention | None = None
   dtype: str = 'float32'
   remat: str = 'none'
 
@@ -58,12 +71,15 @@ class ModelConfig:
     """Completes the model.
 
     Args:
-      vocab_size: Of the tokenizer.
+      vocab_size: Of the tokenizer, for where the field is 0.
 
     Returns:
       The specification.
     """
-    return spec_lib.ModelSpec(vocab_size=vocab_size, **dataclasses.asdict(self))
+    names = [f.name for f in dataclasses.fields(spec_lib.ModelSpec)]
+    values = {name: getattr(self, name) for name in names}
+    values['vocab_size'] = self.vocab_size or vocab_size
+    return spec_lib.ModelSpec(**values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +123,18 @@ class DataConfig:
   Attributes:
     train_path: JSONL file of training problems; '': generated.
     eval_path: JSONL file of held-out problems; '': generated.
-    max_prompt_tokens: Longest prompt.
+    tokenizer: Directory with a `tokenizer.json`, or `bytes`; '': that of
+      `model.path`, or bytes where there is none.
+    chat: True: a prompt is one message of the user in the tokenizer's chat
+      template; False: it is the bare text.
+    max_prompt_tokens: Longest prompt, as it is rendered.
     toy: The generated problems.
   """
 
   train_path: str = ''
   eval_path: str = ''
+  tokenizer: str = ''
+  chat: bool = False
   max_prompt_tokens: int
   toy: ToyConfig
 

@@ -1,5 +1,7 @@
 """Problems, tokens, and the order in which problems are visited."""
 
+from scalerl_jax.data.hf_tokenizer import HfTokenizer as HfTokenizer
+from scalerl_jax.data.hf_tokenizer import TokenizerError as TokenizerError
 from scalerl_jax.data.problems import DataError as DataError
 from scalerl_jax.data.problems import check_disjoint as check_disjoint
 from scalerl_jax.data.problems import fingerprint as fingerprint
@@ -11,8 +13,10 @@ from scalerl_jax.data.tokenizer import Tokenizer as Tokenizer
 __all__ = (
   'ByteTokenizer',
   'DataError',
+  'HfTokenizer',
   'PromptSampler',
   'Tokenizer',
+  'TokenizerError',
   'check_disjoint',
   'fingerprint',
   'read_problems',

@@ -1,4 +1,4 @@
-"""A byte tokenizer with the markers of a reasoning policy."""
+"""What a tokenizer is, and one of bytes with the markers of a policy."""
 
 from collections.abc import Sequence
 import re
@@ -11,15 +11,23 @@ _PATTERN = re.compile('(' + '|'.join(map(re.escape, _SPECIAL)) + ')')
 
 @runtime_checkable
 class Tokenizer(Protocol):
-  """What the pipeline needs of a tokenizer."""
+  """What the pipeline needs of a tokenizer.
+
+  Attributes:
+    vocab_size: One more than the largest id.
+    pad_id: Of the padding, which masks of its own keep out of everything.
+    stop_ids: Tokens that end a response; at least one.
+  """
 
   vocab_size: int
   pad_id: int
-  end_id: int
-  end_think_id: int
+  stop_ids: tuple[int, ...]
 
   def encode(self, text: str) -> list[int]:
-    """Turns text into token ids, special tokens by their names."""
+    """Turns trusted text into token ids, special tokens by their names."""
+
+  def encode_prompt(self, prompt: str) -> list[int]:
+    """Renders the prompt of a problem; names in it are only text."""
 
   def decode(self, token_ids: Sequence[int]) -> str:
     """Turns token ids into text, special tokens as their names."""
@@ -31,16 +39,12 @@ class ByteTokenizer:
   Attributes:
     vocab_size: Number of ids, 260.
     pad_id: `<pad>`.
-    think_id: `<think>`.
-    end_think_id: `</think>`.
-    end_id: `<end>`, which stops a response.
+    stop_ids: `<end>`, which stops a response.
   """
 
   vocab_size = 260
   pad_id = _SPECIAL['<pad>']
-  think_id = _SPECIAL['<think>']
-  end_think_id = _SPECIAL['</think>']
-  end_id = _SPECIAL['<end>']
+  stop_ids: tuple[int, ...] = (_SPECIAL['<end>'],)
 
   def encode(self, text: str) -> list[int]:
     """Turns text into ids; the names of markers become their ids.
@@ -58,6 +62,17 @@ class ByteTokenizer:
       else:
         ids.extend(part.encode('utf-8'))
     return ids
+
+  def encode_prompt(self, prompt: str) -> list[int]:
+    """Turns the prompt of a problem into ids, all of them bytes.
+
+    Args:
+      prompt: Any text.
+
+    Returns:
+      Token ids.
+    """
+    return list(prompt.encode('utf-8'))
 
   def decode(self, token_ids: Sequence[int]) -> str:
     """Turns ids into text; bytes that are not UTF-8 become U+FFFD.

@@ -48,7 +48,7 @@ class DecodeSpec(NamedTuple):
   response_tokens: int  # R: longest response, forced tokens included.
   steps_per_dispatch: int
   temperature: float
-  stop_id: int
+  stop_ids: tuple[int, ...]  # Any of them ends a rollout.
   interruption: length_control.Interruption | None
 
 
@@ -326,7 +326,8 @@ def _record(
     )
     over_budget = spec.interruption.exhausted(limits)
   num_tokens = state.num_tokens + running
-  stopped = (token == spec.stop_id) & ~is_forced
+  is_stop = token[:, None] == jnp.asarray(spec.stop_ids, jnp.int32)[None, :]
+  stopped = jnp.any(is_stop, axis=1) & ~is_forced
   truncated = over_budget | (num_tokens >= spec.response_tokens)
   status = jnp.where(stopped, STOPPED, jnp.where(truncated, TRUNCATED, RUNNING))
   here = jnp.arange(spec.response_tokens)[None, :] == state.num_tokens[:, None]

@@ -9,6 +9,7 @@ from scalerl_jax.models.spec import RopeScaling as RopeScaling
 from scalerl_jax.models.spec import active_fraction as active_fraction
 from scalerl_jax.models.spec import num_parameters as num_parameters
 from scalerl_jax.models.spec import parameter_table as parameter_table
+from scalerl_jax.models.transformer import CHUNK_TOKENS as CHUNK_TOKENS
 from scalerl_jax.models.transformer import abstract_params as abstract_params
 from scalerl_jax.models.transformer import forward as forward
 from scalerl_jax.models.transformer import head_matrix as head_matrix
@@ -18,6 +19,7 @@ from scalerl_jax.models.transformer import make_policy_fn as make_policy_fn
 from scalerl_jax.models.transformer import unstack_layers as unstack_layers
 
 __all__ = (
+  'CHUNK_TOKENS',
   'KVCache',
   'LocalAttention',
   'ModelSpec',

@@ -26,6 +26,7 @@ from scalerl_jax.models import moe
 from scalerl_jax.models import spec as spec_lib
 
 Params = dict[str, Any]
+CHUNK_TOKENS = 4096  # Whose logits exist at one time, on all devices.
 
 
 class KeyValues(NamedTuple):
@@ -47,6 +48,9 @@ class Output(NamedTuple):
 def init_params(spec: spec_lib.ModelSpec, key: jax.Array) -> Params:
   """Draws float32 parameters.
 
+  Under `jit` with shardings the values are the same to the bit, and no array is
+  ever whole on one device.
+
   Args:
     spec: The model.
     key: PRNG key, consumed.
@@ -62,7 +66,9 @@ def init_params(spec: spec_lib.ModelSpec, key: jax.Array) -> Params:
     if info.scale is None:
       value = jnp.ones(info.shape, jnp.float32)
     else:
-      value = info.scale * jax.random.normal(k, info.shape, jnp.float32)
+      normal = jax.random.normal(k, info.shape, jnp.float32)
+      # Else a compiler merges the scale into the last factor of `normal`.
+      value = info.scale * jax.lax.optimization_barrier(normal)
     _insert(params, path, value)
   return params
 
@@ -193,7 +199,7 @@ def make_policy_fn(
   spec: spec_lib.ModelSpec,
   *,
   temperature: float,
-  chunk_size: int = 4096,
+  chunk_size: int = CHUNK_TOKENS,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[..., arrays.TokenScores]:
   """Makes the function that scores given tokens, as the train step wants it.

@@ -5,8 +5,6 @@ import dataclasses
 import time
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from scalerl_jax import arrays
@@ -98,9 +96,7 @@ class Trainer:
       truncated=self._truncated,
       pad_id=self._pad_id,
     )
-    self.state, metrics = self._step_fn(
-      self.state, jax.tree.map(jnp.asarray, batch)
-    )
+    self.state, metrics = self._step_fn(self.state, batch)
     row = _to_row(metrics) | _stats_row(stats)
     seconds = time.monotonic() - start
     self.meter = self.meter.add(

@@ -1,5 +1,6 @@
 """Metering of compute where it is spent: device time, FLOPs and tokens."""
 
+import math
 from typing import Any, NamedTuple
 
 from scalerl_jax.models import spec as spec_lib
@@ -15,7 +16,8 @@ def forward_flops(
 
       2 · (matrix parameters, head included) · tokens + 4 · L · N · H · pairs
 
-  Norms, rotations and the embedding lookup are left out, as usual. A backward
+  Of a mixture, the experts that a token takes count; layers that see a part of
+  the sequence count as if they saw it all. Norms, rotations and the embedding lookup are left out, as usual. A backward
   pass costs twice as much again.
 
   Args:
@@ -29,15 +31,13 @@ def forward_flops(
   """
   table = spec_lib.parameter_table(spec)
   skipped = {'embed'} if not spec.tied_head else set()
-  matrices = 0
+  matrices = 0.0
   for path, info in table.items():
     per_layer = info.shape[1:] if path.startswith('layers/') else info.shape
     is_matrix = len(per_layer) > 1 and not path.endswith('_bias')
     if is_matrix and path not in skipped:
-      size = 1
-      for n in info.shape:
-        size *= n
-      matrices += size
+      active = spec_lib.active_fraction(spec, path)
+      matrices += active * math.prod(info.shape)
   heads = spec.num_layers * spec.num_heads * spec.head_dim
   return 2.0 * matrices * num_tokens + 4.0 * heads * num_pairs
 

@@ -121,6 +121,42 @@ def mesh_axes(name: str | None) -> tuple[str, ...]:
   return (axes,) if isinstance(axes, str) else axes
 
 
+def batch_shardings(batch: Any, mesh: jax.sharding.Mesh) -> Any:
+  """Spreads the rows of a batch over `ROW_AXES`.
+
+  Args:
+    batch: Tree of arrays or of their shapes; [B, T, ...] are rows.
+    mesh: A mesh of `MESH_AXES`.
+
+  Returns:
+    Tree of `NamedSharding`; what is not rows is on every device.
+  """
+  rows = placement(mesh).rows
+  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  return jax.tree.map(lambda x: rows if len(x.shape) > 1 else whole, batch)
+
+
+def put(arrays: Any, shardings: Any) -> Any:
+  """Puts host arrays on a mesh, which may span several processes.
+
+  Args:
+    arrays: Tree of arrays, whole and the same in every process, each of which
+      uploads the parts of its own devices. Arrays that lie as wanted are kept.
+    shardings: Tree of `NamedSharding` like `arrays`.
+
+  Returns:
+    Tree of arrays on the mesh.
+  """
+
+  def place(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and x.sharding == sharding:
+      return x
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+  return jax.tree.map(place, arrays, shardings)
+
+
 def param_shardings(axes: Any, mesh: jax.sharding.Mesh) -> Any:
   """Resolves the logical axes of parameters.
 

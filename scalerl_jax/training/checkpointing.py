@@ -19,6 +19,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -92,6 +93,8 @@ class Checkpointer:
       self._manager.save(updates, args=items, force=True)
       if jax.process_index() == 0:
         (path / _DIGESTS).write_text(json.dumps(_digests(path)))
+      # Else another process might find a checkpoint without digests.
+      multihost_utils.sync_global_devices(f'digests of {updates}')
     except Exception as error:
       # Orbax and tensorstore raise many kinds for a disk that is full.
       raise CheckpointError(

@@ -38,29 +38,33 @@ def init(params: Any, tx: optax.GradientTransformation) -> TrainState:
 
 
 def init_sharded(
-  params: Any, tx: optax.GradientTransformation, shardings: Any
+  params: Any,
+  tx: optax.GradientTransformation,
+  shardings: Any,
+  *,
+  donate: bool = False,
 ) -> TrainState:
   """Starts training on a mesh, at version 0.
 
   Args:
-    params: On any device.
+    params: On any device, or sharded already.
     tx: The optimizer; its moments get the shardings of their parameters, its
       scalars are replicated.
     shardings: Tree of `NamedSharding` like `params`.
+    donate: False: the parameters are copied, because the step donates its
+      state. True: they are given away, and where they are sharded as wanted
+      they become the state without a copy.
 
   Returns:
     The state, all of it on the mesh.
   """
-  placed = jax.device_put(jax.tree.map(jnp.copy, params), shardings)
-  wanted = abstract(placed, tx, shardings)
-  opt_shardings = jax.tree.map(lambda x: x.sharding, wanted.opt_state)
-  zero = jax.device_put(jnp.zeros((2,), jnp.int32), wanted.version.sharding)
-  return TrainState(
-    params=placed,
-    opt_state=jax.jit(tx.init, out_shardings=opt_shardings)(placed),
-    version=zero[0],
-    nonfinite_streak=zero[1],
+  wanted = jax.tree.map(lambda x: x.sharding, abstract(params, tx, shardings))
+  start = jax.jit(
+    lambda params: init(params, tx),
+    out_shardings=wanted,
+    donate_argnums=0 if donate else (),
   )
+  return start(jax.device_put(params, shardings))
 
 
 def abstract(

@@ -119,7 +119,9 @@ def make_train_step(
       about token t, at the sampling temperature.
     tx: The optimizer.
     recipe: The algorithm.
-    mesh: None: one device. Else rows are sharded over its `ROW_AXES`, and the state keeps the sharding that it comes with.
+    mesh: None: one device. Else rows are sharded over its `ROW_AXES`, and the
+      state keeps the sharding that it comes with. It may span several
+      processes, each of which calls the step with the same host batch.
     num_microbatches: Equal parts in which the rows are processed, one after
       the other; the result does not depend on it.
 
@@ -171,23 +173,18 @@ def make_train_step(
     (loss, grads), scores = jax.lax.scan(add, zero, parts)
     return loss, jax.tree.map(_join_rows, scores), grads
 
-  def step(
-    state: state_lib.TrainState, batch: arrays.Batch
-  ) -> tuple[state_lib.TrainState, StepMetrics]:
+  def check_rows(batch: arrays.Batch) -> None:
     rows = batch.tokens.shape[0]
     if rows % (num_microbatches * row_shards):
       raise ValueError(
         f'{rows} rows must be divisible by num_microbatches={num_microbatches}'
         f' times {row_shards} row shards of the mesh'
       )
-    if mesh is not None:
-      spread = sharding.placement(mesh).rows
-      batch = jax.tree.map(
-        lambda x: (
-          jax.lax.with_sharding_constraint(x, spread) if x.ndim == 2 else x
-        ),
-        batch,
-      )
+
+  def step(
+    state: state_lib.TrainState, batch: arrays.Batch
+  ) -> tuple[state_lib.TrainState, StepMetrics]:
+    check_rows(batch)
     targets = make_targets(recipe, batch)
     loss, scores, grads = accumulate(state.params, batch, targets)
     grad_norm = optax.tree.norm(grads)
@@ -212,18 +209,27 @@ def make_train_step(
 
   if mesh is None:
     return jax.jit(step, donate_argnums=0)
-  return _ShardedStep(step)
+  return _ShardedStep(step, mesh, check_rows)
 
 
 class _ShardedStep:
   """A jitted step that returns the state sharded as it is first given."""
 
-  def __init__(self, step: Callable[..., Any]) -> None:
+  def __init__(
+    self,
+    step: Callable[..., Any],
+    mesh: jax.sharding.Mesh,
+    check: Callable[[arrays.Batch], None],
+  ) -> None:
     self._step = step
+    self._mesh = mesh
+    self._check = check
     self._jitted: Any = None
 
   def __call__(self, state: state_lib.TrainState, batch: arrays.Batch) -> Any:
-    return self._for(state)(state, batch)
+    self._check(batch)
+    shardings = sharding.batch_shardings(batch, self._mesh)
+    return self._for(state)(state, sharding.put(batch, shardings))
 
   def lower(self, state: Any, batch: Any) -> Any:
     """Lowers the step for a state and a batch that may be abstract."""
@@ -234,8 +240,11 @@ class _ShardedStep:
       # Left to XLA, the output of a replicated array may come out sharded,
       # and the next step would compile again.
       shardings = jax.tree.map(lambda x: x.sharding, state)
+      # Every process reads the metrics, so each has to hold them.
       self._jitted = jax.jit(
-        self._step, donate_argnums=0, out_shardings=(shardings, None)
+        self._step,
+        donate_argnums=0,
+        out_shardings=(shardings, state.version.sharding),
       )
     return self._jitted
 

@@ -1,6 +1,7 @@
 """What a configuration costs, against counts by hand."""
 
 import dataclasses
+import importlib.util
 import os
 
 import jax
@@ -12,6 +13,7 @@ from scalerl_jax import data
 from scalerl_jax import models
 from scalerl_jax.build import planning
 from tests import tiny
+from tests import tiny_model
 
 _GIB = 2**30
 
@@ -75,15 +77,19 @@ def test_a_mesh_that_is_too_large_is_refused():
 
 def test_report():
   found = build.Plan(
+    spec=tiny_model.spec(num_layers=3),
     num_devices=4,
-    num_parameters=10**9,
     weights=_GIB,
     optimizer=2 * _GIB,
     batch=1024,
     arguments=3 * _GIB,
     temporaries=5 * _GIB,
+    gradients=_GIB,
+    logits=2048,
+    collectives={'all-gather': 3 * 2**20},
     rows=8,
     row_tokens=100,
+    num_updates=1000,
     flops=4.8e15,
     rematerializations=0,
   )
@@ -92,8 +98,20 @@ def test_report():
   )
   assert sound
   assert 'FLOPs per step: 4.8e+15, per token: 6e+12' in text
-  assert 'at 50% of the peak: 2.4 s and 0.00267 device-hours a step' in text
+  assert (
+    'at 50% of the peak: 2.4 s and 0.00267 device-hours a step, 2.667'
+    ' device-hours for 1000 updates; training only'
+  ) in text
   assert text.endswith('fits: 2 GiB are left')
+  lines = [' '.join(line.split()) for line in text.splitlines()]
+  assert 'of these gradients 1 GiB' in lines
+  assert 'of these logits of a chunk 2 KiB' in lines
+  assert 'left of what is given 2 GiB' in lines
+  sent = lines.index('collectives, bytes per device and step:')
+  assert lines[sent + 1] == 'all-gather 3 MiB'
+  for collectives, said in (({}, 'none'), (None, 'not said by the compiler')):
+    text, _ = build.report(found._replace(collectives=collectives))
+    assert f'per device and step: {said}\n' in text
   text, sound = build.report(found, device_memory=6 * _GIB)
   assert not sound
   assert 'does not fit: 2 GiB too much; raise batch.num_microbatches' in text
@@ -103,6 +121,71 @@ def test_report():
   text, sound = build.report(gathered)
   assert not sound
   assert '2 involuntary rematerialization(s)' in text
+
+
+def test_a_generator_holds_weights_and_cache():
+  found = build.plan(_config())
+  spec = found.spec
+  per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
+  weights = 2 * found.num_parameters
+  # Two rollouts and a half.
+  memory = weights + per_token * (5 * found.row_tokens // 2)
+  text, _ = build.report(found, generator_memory=memory)
+  tokens = 5 * found.row_tokens // 2
+  assert f'holds {tokens} tokens, 2 rollouts of {found.row_tokens} ' in text
+  text, _ = build.report(found, generator_memory=weights - 1)
+  assert 'holds 0 tokens, 0 rollouts' in text
+
+
+def test_collectives_gather_the_weights_and_reduce_the_gradients():
+  assert build.plan(_config()).collectives == {}
+  one, two = (
+    build.plan(tiny.config(mesh={'fsdp': 4}, batch={'num_microbatches': n}))
+    for n in (1, 2)
+  )
+  # At least once forward and once backward, in each microbatch.
+  whole = 4 * one.num_parameters
+  for found, parts in ((one, 1), (two, 2)):
+    gathered = found.collectives['all-gather']
+    assert parts * whole <= gathered <= 4 * parts * whole
+  assert one.collectives['all-reduce'] >= whole // 2
+
+
+def test_too_little_memory_is_said_in_one_line():
+  class Lowered:
+    def compile(self):
+      raise jax.errors.JaxRuntimeError(
+        'RESOURCE_EXHAUSTED: E1000: needed (53.96G) exceeds (31.24G).\nSee more'
+      )
+
+  with pytest.raises(
+    build.DoesNotFitError, match=r'does not fit.*53.96G. exceeds .31.24G'
+  ) as e:
+    planning._compile(Lowered())
+  assert 'See' not in str(e.value)
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is not None, reason='libtpu is there'
+)
+def test_a_topology_needs_libtpu():
+  with pytest.raises(
+    config_lib.ConfigError, match=r"'v6e:2x2' cannot .*scalerl_jax\[tpu\]"
+  ):
+    build.plan(_config(), topology='v6e:2x2')
+
+
+def test_a_topology_is_compiled_for():
+  pytest.importorskip('libtpu')
+  found = build.plan(_config(fsdp=4), topology='v6e:2x2')
+  by_hand = found.weights + found.optimizer + found.batch
+  # Small arrays are padded to whole tiles.
+  assert by_hand <= found.arguments <= 2 * by_hand
+  assert found.temporaries > 0
+  with pytest.raises(config_lib.ConfigError, match='needs 8 devices, 4 found'):
+    build.plan(_config(fsdp=8), topology='v6e:2x2')
+  with pytest.raises(config_lib.ConfigError, match="topology='v9z:2x2'"):
+    build.plan(_config(), topology='v9z:2x2')
 
 
 def test_warnings_of_the_compiler_are_counted_and_shown(capfd):

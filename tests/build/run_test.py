@@ -105,7 +105,8 @@ def test_directory_has_every_file_of_the_design(workdir):
   }
   resolved = json.loads((workdir / 'config.json').read_text())
   assert set(resolved) == {'config', 'versions', 'commit'}
-  assert config_lib.from_config_dict(resolved['config']) == config
+  completed, _ = build.complete(config)
+  assert config_lib.from_config_dict(resolved['config']) == completed
   assert resolved['versions']['jax'] == jax.__version__
   fit = json.loads((workdir / 'fit.json').read_text())
   assert {'params', 'intervals', 'warnings', 'forecast', 'verdict'} <= set(fit)
@@ -312,7 +313,7 @@ def _responses(config, params, version, *, prompts):
     response_tokens=interruption.max_response_tokens,
     steps_per_dispatch=config.engine.steps_per_dispatch,
     temperature=config.engine.temperature,
-    stop_id=_TOKENIZER.end_id,
+    stop_ids=_TOKENIZER.stop_ids,
     interruption=interruption,
   )
   key = jax.random.split(jax.random.key(config.seed), 3)[2]

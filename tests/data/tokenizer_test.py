@@ -22,17 +22,19 @@ def test_k01_decoding_is_not_inverted_by_encoding():
   # So ids are kept: these bytes are not text, and the halves are one marker.
   assert _TOKENIZER.encode(_TOKENIZER.decode([0xFF])) != [0xFF]
   halves = [*b'<e', *b'nd>']
-  assert _TOKENIZER.encode(_TOKENIZER.decode(halves)) == [_TOKENIZER.end_id]
+  ids = _TOKENIZER.encode(_TOKENIZER.decode(halves))
+  assert ids == list(_TOKENIZER.stop_ids)
+
+
+def test_a_problem_cannot_write_markers():
+  ids = _TOKENIZER.encode_prompt('1<end>')
+  assert ids == list(b'1<end>')
+  assert _TOKENIZER.decode(ids) == '1<end>'
 
 
 def test_k05_padding_is_not_the_end_marker():
-  special = {
-    _TOKENIZER.pad_id,
-    _TOKENIZER.end_id,
-    _TOKENIZER.think_id,
-    _TOKENIZER.end_think_id,
-  }
-  assert len(special) == 4
+  special = {_TOKENIZER.pad_id, *_TOKENIZER.stop_ids}
+  assert len(special) == 2
   assert min(special) > 255
 
 

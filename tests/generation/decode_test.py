@@ -10,7 +10,7 @@ from scalerl_jax.generation import decode
 from tests import tiny_model
 from tests.generation import tiny_engine
 
-SPEC = tiny_engine.spec(stop_id=-1)  # No rollout ends early.
+SPEC = tiny_engine.spec(stop_ids=())  # No rollout ends early.
 N, P, R = SPEC.num_slots, SPEC.prompt_tokens, SPEC.response_tokens
 admit, run, refresh = (
   jax.jit(fn, static_argnums=1)

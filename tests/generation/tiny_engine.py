@@ -25,7 +25,7 @@ def spec(*, interrupt: bool = False, **changes) -> decode.DecodeSpec:
     'response_tokens': RULE.max_response_tokens,
     'steps_per_dispatch': 5,
     'temperature': 1.0,
-    'stop_id': STOP_ID,
+    'stop_ids': (STOP_ID,),
     'interruption': RULE if interrupt else None,
   }
   return decode.DecodeSpec(**(fields | changes))

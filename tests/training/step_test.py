@@ -435,6 +435,30 @@ def test_moments_are_sharded_as_their_parameters():
   assert int(state.version) == int(state.nonfinite_streak) == 0
 
 
+@pytest.mark.parametrize('donate', [False, True])
+def test_parameters_are_copied_unless_they_are_given_away(donate):
+  mesh = sharding.make_mesh((2, 2, 2, 1))
+  shardings = sharding.param_shardings(
+    models.logical_axes(tiny_model.spec()), mesh
+  )
+  own = jax.tree.map(jnp.copy, tiny_model.params())
+  params = jax.device_put(own, shardings)
+  before = buffers(params)
+  state = state_lib.init_sharded(params, ADAM, shardings, donate=donate)
+  assert (buffers(state.params) == before) == donate
+  batch = tiny_batch.batch(tiny_batch.random_groups())
+  model_step(mesh_shape=(2, 2, 2, 1))(state, batch)
+  assert {x.is_deleted() for x in jax.tree.leaves(params)} == {donate}
+
+
+def buffers(tree):
+  return [
+    shard.data.unsafe_buffer_pointer()
+    for x in jax.tree.leaves(tree)
+    for shard in x.addressable_shards
+  ]
+
+
 def test_rows_that_cannot_be_divided_are_refused():
   batch = tiny_batch.batch(tiny_batch.random_groups(), num_rows=18)
   with pytest.raises(ValueError, match='18 rows must be divisible by num_micr'):
