@@ -128,7 +128,7 @@ def plan(config: config_lib.RunConfig, *, topology: str | None = None) -> Plan:
   forward = compute.forward_flops(
     spec, num_tokens=rows * T, num_pairs=rows * T * (T + 1) // 2
   )
-  row_shards = mesh.shape['data'] * mesh.shape['fsdp']
+  row_shards = sharding.num_row_shards(mesh)
   chunk = min(models.CHUNK_TOKENS, rows * T // config.batch.num_microbatches)
   return Plan(
     spec=spec,

@@ -26,9 +26,7 @@ _FAMILIES = {
   'llama': _Family('LlamaForCausalLM'),
   'qwen2': _Family('Qwen2ForCausalLM', qkv_bias=True),
   'qwen3': _Family('Qwen3ForCausalLM', qk_norm=True),
-  'qwen3_moe': _Family(
-    'Qwen3MoeForCausalLM', qk_norm=True, router='softmax'
-  ),
+  'qwen3_moe': _Family('Qwen3MoeForCausalLM', qk_norm=True, router='softmax'),
   'llama4_text': _Family('Llama4ForCausalLM', router='sigmoid', is_local=True),
 }
 _SIZES = {
@@ -70,15 +68,18 @@ def family(spec: models.ModelSpec) -> str:
   Raises:
     HfError: No family has these options.
   """
-  options = {
-    'qkv_bias': spec.qkv_bias,
-    'qk_norm': spec.qk_norm,
-    'router': None if spec.moe is None else spec.moe.router,
-    'is_local': spec.local_attention is not None,
-  }
+  wanted = _Family(
+    '',
+    qkv_bias=spec.qkv_bias,
+    qk_norm=spec.qk_norm,
+    router=None if spec.moe is None else spec.moe.router,
+    is_local=spec.local_attention is not None,
+  )
   for kind, found in _FAMILIES.items():
-    if found == found._replace(**options):
+    if found[1:] == wanted[1:]:
       return kind
+  named = zip(wanted._fields[1:], wanted[1:], strict=True)
+  options = ', '.join(f'{name}={value}' for name, value in named)
   raise errors.HfError(f'no family of Hugging Face has {options}')
 
 
@@ -212,7 +213,8 @@ def _moe(
     return None
   layers = list(range(num_layers))
   if router == 'softmax':
-    if config.get('mlp_only_layers') or config.get('decoder_sparse_step', 1) != 1:
+    step = config.get('decoder_sparse_step', 1)
+    if config.get('mlp_only_layers') or step != 1:
       raise ValueError(
         'mlp_only_layers and decoder_sparse_step are not implemented, only'
         ' experts in every layer are'
@@ -242,15 +244,15 @@ def _moe(
   )
 
 
-def _local(
-  config: Mapping[str, Any], num_layers: int
-) -> models.LocalAttention:
+def _local(config: Mapping[str, Any], num_layers: int) -> models.LocalAttention:
   every = _integer(config, 'no_rope_layer_interval', 4)
   default = [int((i + 1) % every > 0) for i in range(num_layers)]
   flags = config.get('no_rope_layers') or default
   if 0 in flags:
     every = flags.index(0) + 1
-  if [bool(f) for f in flags] != [(i + 1) % every > 0 for i in range(num_layers)]:
+  if [int(bool(f)) for f in flags] != [
+    int((i + 1) % every > 0) for i in range(num_layers)
+  ]:
     raise ValueError(
       f'no_rope_layers={flags} is not implemented, only every n-th layer'
       ' without positions is'

@@ -60,9 +60,9 @@ class Tensor(NamedTuple):
   """A part of one of our arrays, and the tensor that stores it."""
 
   path: str  # 'layers/q'.
-  index: tuple[int, ...]  # On the leading axes: layer, expert.
+  at: tuple[int, ...]  # On the leading axes: layer, expert.
   name: str
-  shape: tuple[int, ...]  # Of ours, without the axes of `index`.
+  shape: tuple[int, ...]  # Of ours, without the axes of `at`.
   inputs: int | None
   part: tuple[int, int] = (0, 1)  # (i, n): i-th of n parts of the last axis.
   paired: bool = False  # Channels of the last axis are stored as pairs.
@@ -83,12 +83,13 @@ class Tensor(NamedTuple):
     Returns:
       A slice of each axis of `stored_shape`.
     """
-    cut = self.inputs
+    cut, shape = self.inputs, self.shape
     if cut is None:
-      found = [_joined((s,), (n,)) for s, n in zip(index, self.shape, strict=True)]
+      axes = zip(index, shape, strict=True)
+      found = [_joined((part,), (size,)) for part, size in axes]
     else:
-      groups = [(index[cut:], self.shape[cut:]), (index[:cut], self.shape[:cut])]
-      found = [_joined(*group) for group in (groups if cut else groups[:1])]
+      found = [_joined(index[cut:], shape[cut:])]
+      found += [_joined(index[:cut], shape[:cut])] if cut else []
     before = self.part[0] * self._own_shape[-1]
     last = slice(found[-1].start + before, found[-1].stop + before)
     return *found[:-1], last

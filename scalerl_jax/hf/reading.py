@@ -208,23 +208,21 @@ def _load(
   dtype: str,
 ) -> jax.Array:
   # Of the leading axes, the last part has the last index of each.
-  leading = tuple(i + 1 for i in tensors[-1].index)
+  leading = tuple(i + 1 for i in tensors[-1].at)
   shape = (*leading, *tensors[0].shape)
   if sharding is None:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
   def shard(index: tuple[slice, ...] | None) -> np.ndarray:
     assert index is not None  # Only of shapes without axes.
-    ranges = [
-      range(*s.indices(n)) for s, n in zip(index, shape, strict=True)
-    ]
+    ranges = [range(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
     out = _aligned([len(r) for r in ranges], dtype)
     outer, inner = ranges[: len(leading)], index[len(leading) :]
     for tensor in tensors:
-      at = list(zip(tensor.index, outer, strict=True))
-      if not all(i in r for i, r in at):
+      place = list(zip(tensor.at, outer, strict=True))
+      if not all(i in r for i, r in place):
         continue
-      into = out[tuple(i - r.start for i, r in at)]
+      into = out[tuple(i - r.start for i, r in place)]
       # Opened for each: what was read stays in memory until it is closed.
       with _open(files[tensor.name]) as file:
         part = file.get_slice(tensor.name)[tensor.stored_slice(inner)]

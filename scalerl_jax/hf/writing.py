@@ -154,7 +154,7 @@ def _ours(part: keys.Tensor, params: Any, dtype: str) -> np.ndarray:
   value = params
   for name in part.path.split('/'):
     value = value[name]
-  value = np.asarray(jax.device_get(value[part.index]))
+  value = np.asarray(jax.device_get(value[part.at]))
   return value.astype(dtype, copy=False)
 
 

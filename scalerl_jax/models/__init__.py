@@ -6,7 +6,6 @@ from scalerl_jax.models.spec import LocalAttention as LocalAttention
 from scalerl_jax.models.spec import ModelSpec as ModelSpec
 from scalerl_jax.models.spec import MoeSpec as MoeSpec
 from scalerl_jax.models.spec import RopeScaling as RopeScaling
-from scalerl_jax.models.spec import active_fraction as active_fraction
 from scalerl_jax.models.spec import num_parameters as num_parameters
 from scalerl_jax.models.spec import parameter_table as parameter_table
 from scalerl_jax.models.transformer import CHUNK_TOKENS as CHUNK_TOKENS
@@ -27,7 +26,6 @@ __all__ = (
   'RopeScaling',
   'Routing',
   'abstract_params',
-  'active_fraction',
   'forward',
   'head_matrix',
   'init_params',

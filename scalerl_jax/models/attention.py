@@ -11,7 +11,6 @@ from jaxtyping import Bool
 from jaxtyping import Float
 from jaxtyping import Int
 
-
 # (query, key) pairs of a head and a row whose scores exist at one time.
 _MAX_PAIRS = 2**21
 

@@ -23,6 +23,7 @@ from scalerl_jax.models import spec as spec_lib
 
 # Rows of one product on a CPU, where each reads the weights of one expert.
 _BLOCK_ROWS = 128
+_MATRICES = ('gate', 'up', 'down')
 
 
 class Routing(NamedTuple):
@@ -70,7 +71,7 @@ def route(
 
 def feed_forward(
   block: dict[str, Any],
-  moe: spec_lib.MoeSpec,
+  spec: spec_lib.ModelSpec,
   x: Float[Array, 'B T D'],
   weights: Float[Array, 'B T k'],
   experts: Int[Array, 'B T k'],
@@ -84,7 +85,7 @@ def feed_forward(
 
   Args:
     block: Parameters of a layer: `expert_gate`, `expert_up`, `expert_down`.
-    moe: The mixture.
+    spec: The model, a mixture.
     x: Normalized activations.
     weights: From `route`.
     experts: From `route`.
@@ -93,17 +94,17 @@ def feed_forward(
   Returns:
     Array of the shape and dtype of `x`.
   """
-  matrices = [block[f'expert_{n}'] for n in ('gate', 'up', 'down')]
+  moe = spec.moe
+  assert moe is not None
+  matrices = [block[f'expert_{n}'] for n in _MATRICES]
   weights = weights.astype(x.dtype)
   if mesh is None:
     return _local(moe, x, weights, experts, *matrices, first=0)
-  into, out = (
-    sharding.partition_spec(axes)
-    for axes in (
-      ('expert', 'expert_embed', 'mlp'),
-      ('expert', 'mlp', 'expert_embed'),
-    )
-  )
+  table = spec_lib.parameter_table(spec)
+  specs = [
+    sharding.partition_spec(table[f'layers/expert_{n}'].axes[1:])
+    for n in _MATRICES
+  ]
 
   def shard(
     x: jax.Array, weights: jax.Array, experts: jax.Array, *matrices: jax.Array
@@ -125,7 +126,7 @@ def feed_forward(
   return jax.shard_map(
     shard,
     mesh=mesh,
-    in_specs=(rows, rows, rows, into, into, out),
+    in_specs=(rows, rows, rows, *specs),
     out_specs=rows,
     check_vma=False,
   )(x, weights, experts, *matrices)

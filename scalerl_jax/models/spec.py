@@ -289,16 +289,21 @@ def parameter_table(spec: ModelSpec) -> dict[str, ArrayInfo]:
   return table
 
 
-def num_parameters(spec: ModelSpec) -> int:
+def num_parameters(spec: ModelSpec, *, active: bool = False) -> int:
   """Counts the parameters of a model.
 
   Args:
     spec: The model.
+    active: True: those that a token passes through, which of the experts are
+      k / E.
 
   Returns:
     Number of scalars in all arrays; a tied head counts once.
   """
-  return sum(math.prod(i.shape) for i in parameter_table(spec).values())
+  return sum(
+    round(math.prod(i.shape) * (active_fraction(spec, path) if active else 1))
+    for path, i in parameter_table(spec).items()
+  )
 
 
 def active_fraction(spec: ModelSpec, path: str) -> float:
@@ -331,7 +336,10 @@ def _feed_forward(
   if moe is None:
     return dense(spec.hidden_dim, '')
   E, F = moe.num_experts, moe.expert_dim
-  into, out = ('expert', 'expert_embed', 'mlp'), ('expert', 'mlp', 'expert_embed')
+  into, out = (
+    ('expert', 'expert_embed', 'mlp'),
+    ('expert', 'mlp', 'expert_embed'),
+  )
   return {
     'router': ArrayInfo((D, E), ('embed', None), fan_in),
     'expert_gate': ArrayInfo((E, D, F), into, fan_in),

@@ -300,7 +300,7 @@ def _finish_block(
   if spec.moe is None:
     return x + dense(''), None
   weights, routing = moe.route(h, block['router'], spec.moe, replayed)
-  x = x + moe.feed_forward(block, spec.moe, h, weights, routing.experts, mesh)
+  x = x + moe.feed_forward(block, spec, h, weights, routing.experts, mesh)
   if spec.moe.shared_dim:
     x = x + dense('shared_')
   return x, routing

@@ -17,8 +17,8 @@ def forward_flops(
       2 · (matrix parameters, head included) · tokens + 4 · L · N · H · pairs
 
   Of a mixture, the experts that a token takes count; layers that see a part of
-  the sequence count as if they saw it all. Norms, rotations and the embedding lookup are left out, as usual. A backward
-  pass costs twice as much again.
+  the sequence count as if they saw it all. Norms, rotations and the embedding
+  lookup are left out, as usual. A backward pass costs twice as much again.
 
   Args:
     spec: The model.

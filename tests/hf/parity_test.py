@@ -121,7 +121,7 @@ def test_gradients(loaded):
     value = got
     for name in tensor.path.split('/'):
       value = value[name]
-    found = tensor.to_stored(np.asarray(value[tensor.index]))
+    found = tensor.to_stored(np.asarray(value[tensor.at]))
     wanted = expected[f'gradient/{tensor.name}']
     wanted = np.split(wanted, tensor.part[1], axis=-1)[tensor.part[0]]
     scale = np.abs(wanted).max()

@@ -11,7 +11,6 @@ from scalerl_jax import models
 from scalerl_jax import sharding
 from tests import tiny_model
 
-
 _SOFTMAX = models.MoeSpec(num_experts=8, experts_per_token=3, expert_dim=12)
 
 
