@@ -22,6 +22,8 @@ What was run: `--dry_run` alone, docs/plan.md has the figures. No update of it
 was ever computed. The embedded engine generates in one process; it is no fleet.
 """
 
+import ml_collections
+
 _MESHES = {
   '64': {'data': 1, 'fsdp': 16, 'tensor': 1, 'expert': 4},
   '256': {'data': 1, 'fsdp': 64, 'tensor': 1, 'expert': 4},
