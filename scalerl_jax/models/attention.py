@@ -17,7 +17,6 @@ _MAX_PAIRS = 2**21
 
 def segment_mask(
   segment_ids: Int[Array, 'B T'],
-  chunks: Int[Array, 'B T'] | None = None,
   *,
   start: int | Int[Array, ''] = 0,
   num_queries: int | None = None,
@@ -26,8 +25,6 @@ def segment_mask(
 
   Args:
     segment_ids: Segment of each token; equal ids in a row belong together.
-    chunks: Chunk of each token within its segment, of which it sees no other;
-      None: it sees all of its segment.
     start: First of the queries.
     num_queries: Q; None: all T.
 
@@ -37,16 +34,10 @@ def segment_mask(
   """
   T = segment_ids.shape[1]
   Q = T if num_queries is None else num_queries
-
-  def same(ids: jax.Array) -> jax.Array:
-    queries = jax.lax.dynamic_slice_in_dim(ids, start, Q, axis=1)
-    return queries[:, :, None] == ids[:, None, :]
-
+  queries = jax.lax.dynamic_slice_in_dim(segment_ids, start, Q, axis=1)
+  same = queries[:, :, None] == segment_ids[:, None, :]
   causal = jnp.arange(T)[None, :] <= start + jnp.arange(Q)[:, None]
-  mask = same(segment_ids) & causal[None]
-  if chunks is not None:
-    mask &= same(chunks)
-  return mask[:, None]
+  return (same & causal[None])[:, None]
 
 
 def segment_attention(
@@ -54,7 +45,6 @@ def segment_attention(
   k: Float[Array, 'B T K H'],
   v: Float[Array, 'B T K H'],
   segment_ids: Int[Array, 'B T'],
-  chunks: Int[Array, 'B T'] | None = None,
 ) -> Float[Array, 'B T N H']:
   """Attends over whole rows, as in training and prefill.
 
@@ -68,7 +58,6 @@ def segment_attention(
     k: Keys.
     v: Values.
     segment_ids: As for `segment_mask`.
-    chunks: As for `segment_mask`.
 
   Returns:
     Attended values.
@@ -76,7 +65,7 @@ def segment_attention(
   B, T, N, H = q.shape
   size = max(1, _MAX_PAIRS // T)
   if size >= T:
-    mask = segment_mask(segment_ids, chunks)
+    mask = segment_mask(segment_ids)
     return jax.nn.dot_product_attention(q, k, v, mask=mask)
   num_blocks = -(-T // size)
   size = -(-T // num_blocks)
@@ -86,7 +75,7 @@ def segment_attention(
   @jax.checkpoint
   def attend(start: jax.Array) -> jax.Array:
     part = jax.lax.dynamic_slice_in_dim(q, start, size, axis=1)
-    mask = segment_mask(segment_ids, chunks, start=start, num_queries=size)
+    mask = segment_mask(segment_ids, start=start, num_queries=size)
     return jax.nn.dot_product_attention(part, k, v, mask=mask)
 
   parts = jax.lax.map(attend, starts)  # [blocks, B, size, N, H]

@@ -9,6 +9,7 @@ choice of the engine that sampled the token, while the weights of the choice
 stay the trainer's own.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,8 @@ from scalerl_jax.models import spec as spec_lib
 
 # Rows of one product on a CPU, where each reads the weights of one expert.
 _BLOCK_ROWS = 128
+# (token, expert) pairs that are passed at one time.
+_MAX_PAIRS = 2**14
 _MATRICES = ('gate', 'up', 'down')
 
 
@@ -191,6 +194,32 @@ def _local(
   first: int | jax.Array,
 ) -> jax.Array:
   """The part of the sum that experts `first`, first + 1, ... contribute."""
+  B, T, D = x.shape
+  k = moe.experts_per_token
+
+  @jax.checkpoint
+  def part(x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+    return _pass(moe, x, weights, experts, gate, up, down, first=first)
+
+  flat = (x.reshape(-1, D), weights.reshape(-1, k), experts.reshape(-1, k))
+  num_parts = math.gcd(B * T, -(-B * T * k // _MAX_PAIRS))
+  if num_parts == 1:
+    return part(*flat).reshape(x.shape)
+  parts = [y.reshape(num_parts, -1, y.shape[-1]) for y in flat]
+  return jax.lax.map(lambda p: part(*p), parts).reshape(x.shape)
+
+
+def _pass(
+  moe: spec_lib.MoeSpec,
+  x: Float[Array, 'M D'],
+  weights: Float[Array, 'M k'],
+  experts: Int[Array, 'M k'],
+  gate: jax.Array,
+  up: jax.Array,
+  down: jax.Array,
+  *,
+  first: int | jax.Array,
+) -> Float[Array, 'M D']:
   k, num_local = moe.experts_per_token, gate.shape[0]
   pair = experts.reshape(-1) - first
   # Pairs of other experts are sorted behind all groups.
@@ -198,7 +227,7 @@ def _local(
   order = jnp.argsort(pair, stable=True)
   sizes = jnp.bincount(pair, length=num_local + 1)[:num_local]
   sorted_weights = weights.reshape(-1)[order][:, None]
-  rows = x.reshape(-1, x.shape[-1])[order // k]
+  rows = x[order // k]
   if moe.router == 'sigmoid':
     rows = rows * sorted_weights
   hidden = jax.nn.silu(grouped_matmul(rows, gate, sizes))
@@ -206,8 +235,7 @@ def _local(
   out = grouped_matmul(hidden, down, sizes)
   if moe.router == 'softmax':
     out = out * sorted_weights
-  out = out[jnp.argsort(order)]
-  return jnp.sum(out.reshape(*x.shape[:-1], k, x.shape[-1]), axis=-2)
+  return jnp.sum(out[jnp.argsort(order)].reshape(-1, k, x.shape[-1]), axis=1)
 
 
 def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -169,7 +169,7 @@ class ModelSpec:
       (`dots`), or everything (`full`).
     moe: The mixture of experts; None: dense.
     local_attention: Layers that see a part of the sequence; None: there are
-      none. `num_layers` is a multiple of its `global_every`.
+      none.
   """
 
   vocab_size: int
@@ -211,22 +211,11 @@ class ModelSpec:
       raise ValueError(f'dtype={self.dtype!r} must be one of {_DTYPES}')
     if self.remat not in _REMAT:
       raise ValueError(f'remat={self.remat!r} must be one of {_REMAT}')
-    if self.num_layers % self.layer_period:
-      raise ValueError(
-        f'num_layers={self.num_layers} must be a multiple of'
-        f' local_attention.global_every={self.layer_period}'
-      )
-
-  @property
-  def layer_period(self) -> int:
-    """After how many layers their kinds repeat."""
-    return self.local_attention.global_every if self.local_attention else 1
 
   def is_local(self, layer: int) -> bool:
     """Whether a layer attends within chunks."""
-    return (
-      self.local_attention is not None and (layer + 1) % self.layer_period > 0
-    )
+    local = self.local_attention
+    return local is not None and (layer + 1) % local.global_every > 0
 
 
 class ArrayInfo(NamedTuple):

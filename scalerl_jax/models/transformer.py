@@ -259,7 +259,7 @@ def _qkv(
   spec: spec_lib.ModelSpec,
   x: jax.Array,
   place: _Place,
-  is_local: bool,
+  is_local: bool | jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   h = layers.rms_norm(x, block['attention_norm'], eps=spec.norm_eps)
   q, k, v = (jnp.einsum('BTD,DNH->BTNH', h, block[n]) for n in 'qkv')
@@ -272,14 +272,19 @@ def _qkv(
     q = layers.rms_norm(q, block['q_norm'], eps=spec.norm_eps)
     k = layers.rms_norm(k, block['k_norm'], eps=spec.norm_eps)
   local = spec.local_attention
-  if local is not None and not is_local:
-    grown = jnp.log1p((place.positions + 1) // local.floor_tokens)
-    scale = (1 + local.scale * grown)[..., None, None]
-    return (q * scale).astype(q.dtype), k, v
-  q, k = (layers.rope(y, place.cos, place.sin) for y in (q, k))
-  if local is not None and local.qk_norm:
-    q, k = (layers.rms_norm(y, None, eps=spec.norm_eps) for y in (q, k))
-  return q, k, v
+  if local is None:
+    q, k = (layers.rope(y, place.cos, place.sin) for y in (q, k))
+    return q, k, v
+  grown = jnp.log1p((place.positions + 1) // local.floor_tokens)
+  scale = (1 + local.scale * grown)[..., None, None]
+
+  def turn(y: jax.Array, otherwise: jax.Array) -> jax.Array:
+    y = layers.rope(y, place.cos, place.sin)
+    if local.qk_norm:
+      y = layers.rms_norm(y, None, eps=spec.norm_eps)
+    return jnp.where(is_local, y, otherwise.astype(y.dtype))
+
+  return turn(q, q * scale), turn(k, k), v
 
 
 def _finish_block(
@@ -316,19 +321,22 @@ def _scanned_blocks(
   collect_kv: bool,
   mesh: jax.sharding.Mesh | None,
 ) -> tuple[jax.Array, KeyValues | None, moe.Routing | None]:
-  chunks = None
+  is_local = finer = None
   if spec.local_attention is not None:
+    is_local = jnp.array([spec.is_local(i) for i in range(spec.num_layers)])
+    # A chunk of a segment is a segment of its own.
     chunks = place.positions // spec.local_attention.chunk_tokens
+    finer = segment_ids * segment_ids.shape[1] + chunks
 
-  def block_fn(
-    x: jax.Array, block: Params, replayed: jax.Array | None, is_local: bool
-  ) -> tuple[jax.Array, tuple[KeyValues | None, moe.Routing | None]]:
+  def block_fn(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+    block, is_local, replayed = layer
     block = _cast(block, spec)
+    segments = segment_ids
+    if finer is not None:
+      segments = jnp.where(is_local, finer, segment_ids)
     with jax.named_scope('attention'):
       q, k, v = _qkv(block, spec, x, place, is_local)
-      attended = attention.segment_attention(
-        q, k, v, segment_ids, chunks if is_local else None
-      )
+      attended = attention.segment_attention(q, k, v, segments)
     with jax.named_scope('mlp'):
       x, routing = _finish_block(block, spec, x, attended, replayed, mesh)
     if mesh is not None:
@@ -338,27 +346,13 @@ def _scanned_blocks(
 
   if spec.remat == 'dots':
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    block_fn = jax.checkpoint(block_fn, policy=policy, static_argnums=3)
+    block_fn = jax.checkpoint(block_fn, policy=policy)
   elif spec.remat == 'full':
-    block_fn = jax.checkpoint(block_fn, static_argnums=3)
-
-  # Scanned a period at a time, within which the kinds of layers are static.
-  period = spec.layer_period
-
-  def group_fn(x: jax.Array, group: Any) -> tuple[jax.Array, Any]:
-    outputs = []
-    for i in range(period):
-      block, replayed = jax.tree.map(lambda y, i=i: y[i], group)
-      x, output = block_fn(x, block, replayed, spec.is_local(i))
-      outputs.append(output)
-    return x, jax.tree.map(lambda *y: jnp.stack(y), *outputs)
-
+    block_fn = jax.checkpoint(block_fn)
   if routed_experts is not None:
     routed_experts = jnp.moveaxis(routed_experts, 2, 0)
-  stacked = (params['layers'], routed_experts)
-  groups = jax.tree.map(lambda y: y.reshape(-1, period, *y.shape[1:]), stacked)
-  x, outputs = jax.lax.scan(group_fn, x, groups)
-  kv, routing = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), outputs)
+  stacked = (params['layers'], is_local, routed_experts)
+  x, (kv, routing) = jax.lax.scan(block_fn, x, stacked)
   return x, kv, routing
 
 
