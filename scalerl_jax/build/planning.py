@@ -129,7 +129,8 @@ def plan(config: config_lib.RunConfig, *, topology: str | None = None) -> Plan:
     spec, num_tokens=rows * T, num_pairs=rows * T * (T + 1) // 2
   )
   row_shards = mesh.shape['data'] * mesh.shape['fsdp']
-  chunk = min(models.CHUNK_TOKENS, rows * T // config.batch.num_microbatches)
+  tokens = rows * T // (config.batch.num_microbatches * row_shards)
+  chunk = min(models.CHUNK_TOKENS, tokens)
   return Plan(
     spec=spec,
     num_devices=mesh.size,
@@ -139,7 +140,7 @@ def plan(config: config_lib.RunConfig, *, topology: str | None = None) -> Plan:
     arguments=memory.argument_size_in_bytes,
     temporaries=memory.temp_size_in_bytes,
     gradients=_bytes(state.params),
-    logits=4 * chunk * spec.vocab_size // (row_shards * mesh.shape['tensor']),
+    logits=4 * chunk * spec.vocab_size // mesh.shape['tensor'],
     collectives=_collectives(compiled),
     rows=rows,
     row_tokens=T,

@@ -25,7 +25,7 @@ from scalerl_jax.models import layers
 from scalerl_jax.models import spec as spec_lib
 
 Params = dict[str, Any]
-CHUNK_TOKENS = 4096  # Whose logits exist at one time, on all devices.
+CHUNK_TOKENS = 4096  # Whose logits a device holds at one time.
 
 
 class KeyValues(NamedTuple):
@@ -205,12 +205,16 @@ def make_policy_fn(
   Args:
     spec: The model.
     temperature: Sampling temperature; logits are divided by it.
-    chunk_size: Tokens whose logits exist at one time.
+    chunk_size: Tokens whose logits a device holds at one time: each chunk costs
+      a gather of the head where it is sharded.
     placement: As for `forward`.
 
   Returns:
     (params, tokens, positions, segment_ids) → `TokenScores`.
   """
+  if placement is not None:
+    sizes = placement.rows.mesh.shape
+    chunk_size *= sizes['data'] * sizes['fsdp']
 
   def policy_fn(
     params: Params,
