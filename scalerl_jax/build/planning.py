@@ -262,7 +262,8 @@ def _compile(lowered: Any) -> Any:
 
 def _collectives(compiled: Any) -> dict[str, int] | None:
   try:
-    text = compiled.as_text()
+    with _stderr(shown=False):
+      text = compiled.as_text()
   except jax.errors.JaxRuntimeError:
     return None  # Some versions of libtpu write what jaxlib cannot read.
   return collectives.collective_bytes(text)
@@ -312,7 +313,7 @@ def _size(num_bytes: int | float) -> str:
 
 
 @contextlib.contextmanager
-def _stderr() -> Iterator[list[str]]:
+def _stderr(*, shown: bool = True) -> Iterator[list[str]]:
   """Lines that the compiler, which knows no Python, writes to stderr."""
   lines: list[str] = []
   sys.stderr.flush()
@@ -327,4 +328,5 @@ def _stderr() -> Iterator[list[str]]:
       file.seek(0)
       text = file.read().decode(errors='replace')
       lines += text.splitlines()
-      os.write(2, text.encode())  # It is for the user to see too.
+      if shown:  # It is for the user to see too.
+        os.write(2, text.encode())
