@@ -128,8 +128,8 @@ def plan(config: config_lib.RunConfig, *, topology: str | None = None) -> Plan:
   forward = compute.forward_flops(
     spec, num_tokens=rows * T, num_pairs=rows * T * (T + 1) // 2
   )
-  row_shards = sharding.num_row_shards(mesh)
-  chunk = min(models.CHUNK_TOKENS, rows * T // config.batch.num_microbatches)
+  tokens = rows * T // config.batch.num_microbatches
+  chunk = min(models.CHUNK_TOKENS, tokens // sharding.num_row_shards(mesh))
   return Plan(
     spec=spec,
     num_devices=mesh.size,
@@ -139,7 +139,7 @@ def plan(config: config_lib.RunConfig, *, topology: str | None = None) -> Plan:
     arguments=memory.argument_size_in_bytes,
     temporaries=memory.temp_size_in_bytes,
     gradients=_bytes(state.params),
-    logits=4 * chunk * spec.vocab_size // (row_shards * mesh.shape['tensor']),
+    logits=4 * chunk * spec.vocab_size // mesh.shape['tensor'],
     collectives=_collectives(compiled),
     rows=rows,
     row_tokens=T,
@@ -261,7 +261,8 @@ def _compile(lowered: Any) -> Any:
 
 def _collectives(compiled: Any) -> dict[str, int] | None:
   try:
-    text = compiled.as_text()
+    with _stderr(shown=False):
+      text = compiled.as_text()
   except jax.errors.JaxRuntimeError:
     return None  # Some versions of libtpu write what jaxlib cannot read.
   return collectives.collective_bytes(text)
@@ -311,7 +312,7 @@ def _size(num_bytes: int | float) -> str:
 
 
 @contextlib.contextmanager
-def _stderr() -> Iterator[list[str]]:
+def _stderr(*, shown: bool = True) -> Iterator[list[str]]:
   """Lines that the compiler, which knows no Python, writes to stderr."""
   lines: list[str] = []
   sys.stderr.flush()
@@ -326,4 +327,5 @@ def _stderr() -> Iterator[list[str]]:
       file.seek(0)
       text = file.read().decode(errors='replace')
       lines += text.splitlines()
-      os.write(2, text.encode())  # It is for the user to see too.
+      if shown:  # It is for the user to see too.
+        os.write(2, text.encode())

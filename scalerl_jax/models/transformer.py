@@ -26,7 +26,7 @@ from scalerl_jax.models import moe
 from scalerl_jax.models import spec as spec_lib
 
 Params = dict[str, Any]
-CHUNK_TOKENS = 4096  # Whose logits exist at one time, on all devices.
+CHUNK_TOKENS = 4096  # Whose logits a device of a mesh holds at one time.
 
 
 class KeyValues(NamedTuple):
@@ -199,9 +199,9 @@ def make_policy_fn(
   spec: spec_lib.ModelSpec,
   *,
   temperature: float,
-  chunk_size: int = CHUNK_TOKENS,
+  chunk_size: int | None = None,
   mesh: jax.sharding.Mesh | None = None,
-) -> Callable[..., arrays.TokenScores]:
+) -> Callable[..., Any]:
   """Makes the function that scores given tokens, as the train step wants it.
 
   Column t of the result is about token t, predicted from the tokens before it;
@@ -211,32 +211,46 @@ def make_policy_fn(
   Args:
     spec: The model.
     temperature: Sampling temperature; logits are divided by it.
-    chunk_size: Tokens whose logits exist at one time.
+    chunk_size: Tokens whose logits exist at one time, over all devices. None:
+      what `losses.token_logps` takes; on a mesh `CHUNK_TOKENS` of each shard of
+      the rows, because each chunk may gather the head and reduce its gradient.
     mesh: As for `forward`.
 
   Returns:
-    (params, tokens, positions, segment_ids) → `TokenScores`.
+    (params, tokens, positions, segment_ids) → `TokenScores`. With `token_loss`,
+    log π → loss of each token, as `losses.fused_loss` takes it: (their sum,
+    `TokenScores`), by that function.
   """
+  if chunk_size is None and mesh is not None:
+    chunk_size = CHUNK_TOKENS * sharding.num_row_shards(mesh)
 
   def policy_fn(
     params: Params,
     tokens: Int[Array, 'B T'],
     positions: Int[Array, 'B T'],
     segment_ids: Int[Array, 'B T'],
-  ) -> arrays.TokenScores:
+    *,
+    token_loss: jax.tree_util.Partial | None = None,
+  ) -> Any:
     hidden = forward(
       params, spec, tokens, positions, segment_ids, mesh=mesh
     ).hidden
-    scores = logps.token_logps(
-      hidden[:, :-1],
-      head_matrix(params),
-      tokens[:, 1:],
-      temperature=temperature,
-      chunk_size=chunk_size,
-    )
-    return arrays.TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in scores))
+    inputs = (hidden[:, :-1], head_matrix(params), tokens[:, 1:])
+    settings: dict[str, Any] = {
+      'temperature': temperature,
+      'chunk_size': chunk_size,
+    }
+    if token_loss is None:
+      return _from_column_one(logps.token_logps(*inputs, **settings))
+    token_loss = jax.tree.map(lambda x: x[:, 1:], token_loss)
+    loss, scores = logps.fused_loss(*inputs, loss_fn=token_loss, **settings)
+    return loss, _from_column_one(scores)
 
   return policy_fn
+
+
+def _from_column_one(scores: arrays.TokenScores) -> arrays.TokenScores:
+  return arrays.TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in scores))
 
 
 def _insert(tree: Params, path: str, value: Any) -> None:

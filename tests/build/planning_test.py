@@ -177,10 +177,12 @@ def test_a_topology_needs_libtpu():
 
 def test_a_topology_is_compiled_for():
   pytest.importorskip('libtpu')
-  found = build.plan(_config(fsdp=4), topology='v6e:2x2')
+  # Of whole tiles: smaller arrays are padded.
+  model = {'model_dim': 1024, 'head_dim': 128, 'hidden_dim': 1024}
+  config = tiny.config(mesh={'fsdp': 4}, model=model)
+  found = build.plan(config, topology='v6e:2x2')
   by_hand = found.weights + found.optimizer + found.batch
-  # Small arrays are padded to whole tiles.
-  assert by_hand <= found.arguments <= 2 * by_hand
+  assert by_hand <= found.arguments <= 1.1 * by_hand
   assert found.temporaries > 0
   with pytest.raises(config_lib.ConfigError, match='needs 8 devices, 4 found'):
     build.plan(_config(fsdp=8), topology='v6e:2x2')
