@@ -6,6 +6,7 @@ Letters in shape annotations, here and everywhere in the package:
     G rollouts per prompt                  V vocabulary     D model width
     N query heads   K key-value heads      H head dim       F hidden width
     L layers        S cache length         C compute points E experts
+    k experts per token
 
 Column t of every [B, T] array is about token t of the row: `behavior_logp` and
 `loss_mask` at t belong to the token *at* t (predicted from the tokens before
@@ -20,11 +21,24 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 
+class RouterStats(NamedTuple):
+  """What routers chose, summed over tokens; those of parts of a batch add up.
+
+  Padding does not count. A choice is one token's in one layer.
+  """
+
+  load: Float[jax.Array, 'L E']  # Choices that an expert is part of.
+  num_choices: Float[jax.Array, '']
+  num_agreed: Float[jax.Array, '']  # Replayed = own, as sets of experts.
+  entropy: Float[jax.Array, '']  # Of the router's softmax, nats.
+
+
 class TokenScores(NamedTuple):
   """What a policy says of given tokens; column t is about token t."""
 
   logp: Float[jax.Array, 'B T']  # log π(token t | tokens before t), nats.
   entropy: Float[jax.Array, 'B T']  # Entropy of that distribution, nats.
+  router: RouterStats | None = None  # None: the policy has no experts.
 
 
 class Batch(NamedTuple):
@@ -46,3 +60,6 @@ class Batch(NamedTuple):
   valid: Bool[jax.Array, ' R']  # False: unscored, masked or padding.
   prompt_index: Int[jax.Array, ' R']  # Prompt of each rollout, in [0, P).
   reference_logp: Float[jax.Array, 'B T'] | None = None  # Only for a KL term.
+  # That the engine passed token t through, to be taken again; -1: not known,
+  # the policy chooses. None: it chooses for all.
+  routed_experts: Int[jax.Array, 'B T L k'] | None = None

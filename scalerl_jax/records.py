@@ -74,6 +74,9 @@ class Rollout:
     finish_reason: Why the rollout ended.
     reward: Verifier's reward; None means unscored (masked and counted, never
       taken for 0).
+    routed_experts: Experts that each layer of a mixture passed the token
+      through that the response token at the same index was sampled after;
+      forced tokens too. None: not recorded.
 
   Example: the policy thought for two tokens, was interrupted with the phrase
   (7, 8), and answered (5, stop=2); the weights changed before the answer:
@@ -91,6 +94,7 @@ class Rollout:
   sampled: Bool[np.ndarray, ' N']
   finish_reason: FinishReason
   reward: float | None = None
+  routed_experts: Int[np.ndarray, 'N L k'] | None = None
 
   @property
   def is_truncated(self) -> bool:

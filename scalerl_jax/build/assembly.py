@@ -392,6 +392,7 @@ def _decode_spec(
     temperature=config.engine.temperature,
     stop_ids=tokenizer.stop_ids,
     interruption=interruption,
+    record_routing=config.engine.replay_routing,
   )
 
 

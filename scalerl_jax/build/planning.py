@@ -284,10 +284,15 @@ def _batch(
   config: config_lib.RunConfig, rows: int, mesh: jax.sharding.Mesh
 ) -> arrays.Batch:
   def describe(x: np.ndarray) -> jax.ShapeDtypeStruct:
-    shape = (rows, config.batch.max_tokens)[: x.ndim]
+    shape = (rows, config.batch.max_tokens, *x.shape[2:])[: x.ndim]
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
-  batch = jax.tree.map(describe, batching.empty(1, 1, 1, pad_id=0))
+  model, choices = config.model, None
+  if config.engine.replay_routing and model.moe is not None:
+    choices = (model.num_layers, model.moe.experts_per_token)
+  batch = jax.tree.map(
+    describe, batching.empty(1, 1, 1, pad_id=0, choices=choices)
+  )
   return jax.tree.map(
     lambda x, placed: x.update(sharding=placed),
     batch,

@@ -70,6 +70,10 @@ class RunConfig:
     self._check_tokens()
     self._check_phases()
     self._check_sharding()
+    if self.engine.replay_routing and self.model.moe is None:
+      raise ValueError(
+        'engine.replay_routing=True needs a mixture of experts, model.moe'
+      )
     if not self.data.eval_path:
       limit = self.data.toy.num_eval
       if self.evaluation.num_problems > limit:

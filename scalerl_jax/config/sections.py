@@ -228,12 +228,15 @@ class EngineConfig:
     num_slots: Rollouts that are decoded together.
     steps_per_dispatch: Tokens per slot between two looks of the host.
     temperature: Of sampling, in training and evaluation; positive.
+    replay_routing: True: in training, the tokens of a response pass through the
+      experts that they passed through when it was sampled. Needs `model.moe`.
   """
 
   kind: str = 'jax'
   num_slots: int
   steps_per_dispatch: int = 8
   temperature: float = 1.0
+  replay_routing: bool = False
 
   def __post_init__(self) -> None:
     """Checks the values; raises ValueError."""

@@ -50,6 +50,7 @@ class DecodeSpec(NamedTuple):
   temperature: float
   stop_ids: tuple[int, ...]  # Any of them ends a rollout.
   interruption: length_control.Interruption | None
+  record_routing: bool = False  # Whether the experts of fed tokens are kept.
 
 
 class DecodeState(NamedTuple):
@@ -69,6 +70,9 @@ class DecodeState(NamedTuple):
   logps: Float[Array, 'N R']
   versions: Int[Array, 'N R']
   sampled: Bool[Array, 'N R']
+  # That each layer passed the token fed before response token r through; None:
+  # not recorded.
+  experts: Int[Array, 'N R L k'] | None
 
 
 class Admission(NamedTuple):
@@ -89,6 +93,9 @@ def init_state(spec: DecodeSpec) -> DecodeState:
 
   Returns:
     A state in which every slot is STOPPED.
+
+  Raises:
+    ValueError: Routing is to be recorded of a model without experts.
   """
   N, R = spec.num_slots, spec.response_tokens
   cache = cache_lib.empty(
@@ -112,6 +119,7 @@ def init_state(spec: DecodeSpec) -> DecodeState:
     logps=jnp.zeros((N, R), jnp.float32),
     versions=jnp.zeros((N, R), jnp.int32),
     sampled=jnp.zeros((N, R), bool),
+    experts=_no_experts(spec) if spec.record_routing else None,
   )
 
 
@@ -205,8 +213,8 @@ def run(
     return within & jnp.any(state.status == RUNNING)
 
   def body(state: DecodeState) -> DecodeState:
-    logits, state = _advance_cache(params, head, spec, state)
-    return _record(spec, state, logits, version)
+    logits, experts, state = _advance_cache(params, head, spec, state)
+    return _record(spec, state, logits, experts, version)
 
   return jax.lax.while_loop(goes_on, body, state)
 
@@ -289,7 +297,7 @@ def _advance_cache(
   head: jax.Array,
   spec: DecodeSpec,
   state: DecodeState,
-) -> tuple[jax.Array, DecodeState]:
+) -> tuple[jax.Array, jax.Array | None, DecodeState]:
   column = spec.prompt_tokens + state.step % spec.response_tokens
   cache = state.cache._replace(
     visible=_visible(spec, state), column=column.astype(jnp.int32)
@@ -305,11 +313,28 @@ def _advance_cache(
   )
   logits = out.hidden[:, 0].astype(jnp.float32) @ head
   assert out.cache is not None
-  return logits, state._replace(cache=out.cache, step=state.step + 1)
+  experts = None
+  if out.routing is not None:
+    experts = out.routing.experts[:, :, 0].swapaxes(0, 1)  # [N, L, k]
+  state = state._replace(cache=out.cache, step=state.step + 1)
+  return logits, experts, state
+
+
+def _no_experts(spec: DecodeSpec) -> jax.Array:
+  model = spec.model
+  if model.moe is None:
+    raise ValueError('record_routing=True needs a model with experts')
+  sizes = (model.num_layers, model.moe.experts_per_token)
+  shape = (spec.num_slots, spec.response_tokens, *sizes)
+  return jnp.full(shape, -1, jnp.int32)
 
 
 def _record(
-  spec: DecodeSpec, state: DecodeState, logits: jax.Array, version: jax.Array
+  spec: DecodeSpec,
+  state: DecodeState,
+  logits: jax.Array,
+  experts: jax.Array | None,
+  version: jax.Array,
 ) -> DecodeState:
   running = state.status == RUNNING
   uniform = sampling.uniforms(state.keys, state.num_tokens)
@@ -336,6 +361,9 @@ def _record(
   def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.where(here, jnp.reshape(value, (-1, 1)), buffer)
 
+  routed = state.experts
+  if routed is not None and experts is not None:
+    routed = jnp.where(here[:, :, None, None], experts[:, None], routed)
   return state._replace(
     last_token=jnp.where(running, token, state.last_token),
     num_tokens=num_tokens.astype(jnp.int32),
@@ -345,4 +373,5 @@ def _record(
     logps=put(state.logps, jnp.where(is_forced, 0.0, logp)),
     versions=put(state.versions, version),
     sampled=put(state.sampled, ~is_forced),
+    experts=routed,
   )

@@ -196,7 +196,9 @@ class JaxEngine:
   def state(self) -> dict[str, Any]:
     """Everything in flight; the cache is left out: load_state recomputes it."""
     device: dict[str, Any] = {
-      name: np.asarray(getattr(self._state, name)) for name in _SAVED
+      name: np.asarray(value)
+      for name in _SAVED
+      if (value := getattr(self._state, name)) is not None
     }
     if self._state.limits is not None:
       limits = self._state.limits._asdict()
@@ -280,6 +282,8 @@ class JaxEngine:
       return []
     names = ('num_tokens', 'tokens', 'logps', 'versions', 'sampled')
     lengths, *columns = (np.asarray(getattr(self._state, n)) for n in names)
+    routed = self._state.experts
+    experts = None if routed is None else np.asarray(routed)
     groups = []
     for i in finished:
       visit, sample = self._slots[i]  # type: ignore[misc]
@@ -293,6 +297,9 @@ class JaxEngine:
         policy_versions=versions,
         sampled=sampled,
         finish_reason=_FINISH[int(status[i])],
+        routed_experts=None
+        if experts is None
+        else experts[i, : lengths[i]].copy(),
       )
       self._slots[i] = None
       if pending.is_complete:

@@ -19,6 +19,7 @@ from jaxtyping import Bool
 from jaxtyping import Float
 from jaxtyping import Int
 
+from scalerl_jax import arrays
 from scalerl_jax import sharding
 from scalerl_jax.models import spec as spec_lib
 
@@ -133,6 +134,39 @@ def feed_forward(
     out_specs=rows,
     check_vma=False,
   )(x, weights, experts, *matrices)
+
+
+def summarize(
+  spec: spec_lib.ModelSpec,
+  routing: Routing,
+  counted: Bool[Array, 'B T'],
+) -> arrays.RouterStats:
+  """Sums up what all layers chose.
+
+  Args:
+    spec: The model, a mixture.
+    routing: Of all layers, stacked on a leading axis.
+    counted: False for padding.
+
+  Returns:
+    Sums, without a gradient.
+  """
+  assert spec.moe is not None
+  routing = jax.lax.stop_gradient(routing)
+  each = jnp.arange(spec.moe.num_experts)
+  is_taken = routing.experts[..., None] == each[None, None, None, None, :]
+  is_taken &= counted[None, :, :, None, None]
+  counted = counted[None]
+
+  def total(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(counted, x, 0.0))
+
+  return arrays.RouterStats(
+    load=jnp.sum(is_taken, axis=(1, 2, 3), dtype=jnp.float32),
+    num_choices=total(jnp.ones_like(routing.entropy)),
+    num_agreed=total(routing.agreed.astype(jnp.float32)),
+    entropy=total(routing.entropy),
+  )
 
 
 def grouped_matmul(

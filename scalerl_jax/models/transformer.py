@@ -231,26 +231,37 @@ def make_policy_fn(
     segment_ids: Int[Array, 'B T'],
     *,
     token_loss: jax.tree_util.Partial | None = None,
+    routed_experts: Int[Array, 'B T L k'] | None = None,
   ) -> Any:
-    hidden = forward(
-      params, spec, tokens, positions, segment_ids, mesh=mesh
-    ).hidden
+    hidden, _, _, routing = forward(
+      params,
+      spec,
+      tokens,
+      positions,
+      segment_ids,
+      routed_experts=routed_experts,
+      mesh=mesh,
+    )
+    router = None
+    if routing is not None:
+      router = moe.summarize(spec, routing, segment_ids > 0)
     inputs = (hidden[:, :-1], head_matrix(params), tokens[:, 1:])
     settings: dict[str, Any] = {
       'temperature': temperature,
       'chunk_size': chunk_size,
     }
     if token_loss is None:
-      return _from_column_one(logps.token_logps(*inputs, **settings))
+      scores = logps.token_logps(*inputs, **settings)
+      return _from_column_one(scores)._replace(router=router)
     token_loss = jax.tree.map(lambda x: x[:, 1:], token_loss)
     loss, scores = logps.fused_loss(*inputs, loss_fn=token_loss, **settings)
-    return loss, _from_column_one(scores)
+    return loss, _from_column_one(scores)._replace(router=router)
 
   return policy_fn
 
 
 def _from_column_one(scores: arrays.TokenScores) -> arrays.TokenScores:
-  return arrays.TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in scores))
+  return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), scores)
 
 
 def _insert(tree: Params, path: str, value: Any) -> None:

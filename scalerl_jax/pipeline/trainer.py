@@ -138,12 +138,10 @@ class Trainer:
 
 
 def _to_row(metrics: step_lib.StepMetrics) -> dict[str, Any]:
-  return {
-    name: value.tolist() if value.ndim else float(value)
-    for name, value in zip(
-      metrics._fields, map(np.asarray, metrics), strict=True
-    )
+  found = {
+    k: np.asarray(v) for k, v in metrics._asdict().items() if v is not None
   }
+  return {k: v.tolist() if v.ndim else float(v) for k, v in found.items()}
 
 
 def _stats_row(stats: batching.BatchStats) -> dict[str, Any]:

@@ -114,7 +114,15 @@ def assemble(
     needed = 1 + max((row for row, _, _ in rows), default=0)
     num_rows = _round_up(needed, row_multiple)
   R = len(rollouts) if packed else num_rows
-  batch = empty(num_rows, row_tokens, R, pad_id=pad_id)
+  choices = next(
+    (
+      r.routed_experts.shape[1:]
+      for _, _, r in rollouts
+      if r.routed_experts is not None
+    ),
+    None,
+  )
+  batch = empty(num_rows, row_tokens, R, pad_id=pad_id, choices=choices)
   for i, (prompt, request, rollout) in enumerate(rollouts):
     row, start, segment = rows[i]
     _write(batch, i, row, start, segment, request, rollout)
@@ -124,7 +132,14 @@ def assemble(
   return batch, _stats([r for _, _, r in rollouts], batch)
 
 
-def empty(B: int, T: int, R: int, *, pad_id: int) -> arrays.Batch:
+def empty(
+  B: int,
+  T: int,
+  R: int,
+  *,
+  pad_id: int,
+  choices: tuple[int, ...] | None = None,
+) -> arrays.Batch:
   """Makes a batch that is all padding.
 
   Args:
@@ -132,6 +147,7 @@ def empty(B: int, T: int, R: int, *, pad_id: int) -> arrays.Batch:
     T: Tokens of a row.
     R: Rollouts.
     pad_id: Token of the padding.
+    choices: (L, k) of routing to be replayed; None: there is none.
 
   Returns:
     The batch, its leaves numpy arrays.
@@ -148,6 +164,9 @@ def empty(B: int, T: int, R: int, *, pad_id: int) -> arrays.Batch:
     valid=np.zeros(R, bool),
     # Padding rollouts share the last prompt; they are never valid.
     prompt_index=np.full(R, R - 1, np.int32),
+    routed_experts=None
+    if choices is None
+    else np.full((B, T, *choices), -1, np.int32),
   )
   return arrays.Batch(**fields)
 
@@ -175,7 +194,10 @@ def _is_valid(rollout: records.Rollout, truncated: str) -> bool:
 
 def _length(request: records.Request, rollout: records.Rollout) -> int:
   n = len(rollout.token_ids)
-  for name in ('logps', 'policy_versions', 'sampled'):
+  names = ['logps', 'policy_versions', 'sampled']
+  if rollout.routed_experts is not None:
+    names.append('routed_experts')
+  for name in names:
     if len(getattr(rollout, name)) != n:
       raise ValueError(
         f'visit {request.visit}: {name} has {len(getattr(rollout, name))}'
@@ -241,6 +263,9 @@ def _write(
   batch.loss_mask[response] = rollout.sampled
   batch.behavior_logp[response] = rollout.logps
   batch.policy_version[response] = rollout.policy_versions
+  if rollout.routed_experts is not None and batch.routed_experts is not None:
+    fed = (row, slice(start + p - 1, start + p + n - 1))
+    batch.routed_experts[fed] = rollout.routed_experts
 
 
 def _stats(

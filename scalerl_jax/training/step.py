@@ -55,6 +55,12 @@ class StepMetrics(NamedTuple):
   lag_mean: Float[Array, '']  # Updates, at consumption.
   lag_max: Float[Array, '']
   lag_histogram: Float[Array, ' A']  # Tokens of lag 0, 1, ..., 15 or more.
+  # Of a mixture of experts, over all tokens but padding; None: it is dense.
+  router_entropy: Float[Array, ''] | None = None  # Mean, nats.
+  # Share of the most and least taken expert of any layer, times E.
+  router_load_max: Float[Array, ''] | None = None
+  router_load_min: Float[Array, ''] | None = None
+  router_agreement: Float[Array, ''] | None = None  # Replayed = own choice.
 
 
 class Targets(NamedTuple):
@@ -121,7 +127,7 @@ def make_train_step(
       about token t, at the sampling temperature. Where it takes `token_loss`
       too, as that of `models.make_policy_fn`, and the recipe has a
       `recipes.TokenLoss`, it is asked for the loss as well: one matmul over the
-      LM head fewer.
+      LM head fewer. It is given `routed_experts` where the batch has them.
     tx: The optimizer.
     recipe: The algorithm.
     mesh: None: one device. Else rows are sharded over its `ROW_AXES`, and the
@@ -145,6 +151,9 @@ def make_train_step(
     params: Any, part: arrays.Batch, targets: Targets
   ) -> tuple[jax.Array, arrays.TokenScores]:
     inputs = (params, part.tokens, part.positions, part.segment_ids)
+    replay = {}
+    if part.routed_experts is not None:
+      replay['routed_experts'] = part.routed_experts
     token_loss = jax.tree_util.Partial(
       functools.partial(
         _token_loss, recipe, num_rollouts=targets.keep.shape[0]
@@ -153,8 +162,8 @@ def make_train_step(
       *(part.rollout_index, part.behavior_logp, part.reference_logp),
     )
     if is_fused:
-      return apply_fn(*inputs, token_loss=token_loss)
-    scores = apply_fn(*inputs)
+      return apply_fn(*inputs, **replay, token_loss=token_loss)
+    scores = apply_fn(*inputs, **replay)
     return jnp.sum(token_loss(scores.logp)), jax.lax.stop_gradient(scores)
 
   grad_fn = jax.value_and_grad(part_loss, has_aux=True)
@@ -173,7 +182,9 @@ def make_train_step(
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
     parts = _split_rows((batch, targets), num_microbatches)
     (loss, grads), scores = jax.lax.scan(add, zero, parts)
-    return loss, jax.tree.map(_join_rows, scores), grads
+    router = jax.tree.map(lambda x: jnp.sum(x, axis=0), scores.router)
+    joined = jax.tree.map(_join_rows, scores._replace(router=None))
+    return loss, joined._replace(router=router), grads
 
   def check_rows(batch: arrays.Batch) -> None:
     rows = batch.tokens.shape[0]
@@ -343,7 +354,22 @@ def diagnose(
     lag_mean=mean(lag.astype(jnp.float32)),
     lag_max=jnp.max(lag).astype(jnp.float32),
     lag_histogram=histogram[:NUM_LAG_BINS],
+    **_router_metrics(scores.router),
   )
+
+
+def _router_metrics(stats: arrays.RouterStats | None) -> dict[str, jax.Array]:
+  if stats is None:
+    return {}
+  count = jnp.maximum(stats.num_choices, 1.0)
+  total = jnp.maximum(jnp.sum(stats.load, axis=1, keepdims=True), 1.0)
+  share = stats.load / total * stats.load.shape[1]
+  return {
+    'router_entropy': stats.entropy / count,
+    'router_load_max': jnp.max(share),
+    'router_load_min': jnp.min(share),
+    'router_agreement': stats.num_agreed / count,
+  }
 
 
 def _num_prompts(batch: arrays.Batch, valid: jax.Array) -> jax.Array:
@@ -366,13 +392,14 @@ def _by_position(
 
 
 def _split_rows(tree: Any, num_parts: int) -> Any:
-  """Splits [B, T] leaves into [M, B/M, T]; repeats the others."""
+  """Splits [B, T, ...] leaves into [M, B/M, T, ...]; repeats the others."""
 
   def split(x: jax.Array) -> jax.Array:
-    if x.ndim != 2:
+    if x.ndim < 2:
       return jnp.broadcast_to(x, (num_parts, *x.shape))
     # Strided, so that every shard of the rows takes part in every microbatch.
-    return x.reshape(x.shape[0] // num_parts, num_parts, -1).swapaxes(0, 1)
+    parts = x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:])
+    return parts.swapaxes(0, 1)
 
   return jax.tree.map(split, tree)
 
