@@ -239,9 +239,10 @@ def _chunking(
 
   def split(x: jax.Array) -> jax.Array:
     x = x.reshape(rows, length, *x.shape[2:])
-    # Repeats of the last token: what a loss says of them is finite.
     pad = ((0, 0), (0, -length % columns), *[(0, 0)] * (x.ndim - 2))
-    x = jnp.pad(x, pad, mode='edge')
+    # Hidden states of 0 add nothing to the head's gradient, as long as the
+    # loss there is finite: as that of the token whose inputs are repeated is.
+    x = jnp.pad(x, pad, mode='constant' if x.ndim > 2 else 'edge')
     return x.reshape(rows, -1, columns, *x.shape[2:]).swapaxes(0, 1)
 
   def join(x: jax.Array) -> jax.Array:

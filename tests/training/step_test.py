@@ -393,6 +393,32 @@ def test_p17_packed_rows_give_the_same_update():
   assert_same_update(model_update(), model_step()(state, batch))
 
 
+@pytest.mark.parametrize('name', ['scalerl', 'grpo', 'gspo', 'supervised'])
+def test_a_policy_that_is_asked_for_the_loss_gives_the_same_update(name):
+  batch = tiny_batch.batch(tiny_batch.random_groups())
+  batch = batch._replace(reference_logp=batch.behavior_logp - 0.1)
+  score = models.make_policy_fn(
+    tiny_model.spec(), temperature=0.7, chunk_size=50
+  )
+  asked = []
+
+  def policy(params, tokens, positions, segment_ids, *, token_loss=None):
+    asked.append(token_loss is not None)
+    return score(params, tokens, positions, segment_ids, token_loss=token_loss)
+
+  def update(fn):
+    recipe = RECIPES[name]()._replace(kl_weight=0.1)
+    step = training.make_train_step(fn, ADAM, recipe, num_microbatches=2)
+    return step(state_lib.init(tiny_model.params(), ADAM), batch)
+
+  fused, plain = update(policy), update(lambda *args: score(*args))
+  # A loss that couples the tokens of a rollout cannot be taken in one pass.
+  assert set(asked) == {name != 'gspo'}
+  assert_same_update(fused, plain)
+  for a, b in zip(fused[1], plain[1], strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
   'shape', [(8, 1, 1, 1), (4, 2, 1, 1), (2, 4, 1, 1), (2, 2, 2, 1)]
 )
