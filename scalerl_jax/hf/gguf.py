@@ -18,7 +18,7 @@ from scalerl_jax.hf import errors
 from scalerl_jax.hf import keys
 from scalerl_jax.hf import writing
 
-_CONTROL = 3  # Of tokenizer.ggml.token_type.
+_NORMAL, _CONTROL = 1, 3  # Of tokenizer.ggml.token_type.
 _SPECIAL = {
   'bos': 'bos_token_id',
   'eos': 'eos_token_id',
@@ -112,7 +112,9 @@ class _File:
     heads = self.integer('llama.attention.head_count')
     head_dim = self.integer('llama.rope.dimension_count', width // heads)
     if self.integer('llama.attention.key_length', head_dim) != head_dim:
-      raise self.error('a rotary embedding of a part of the head')
+      raise self.error(
+        'a rotary embedding of only a part of the head is not implemented'
+      )
     numbers: dict[str, Any] = {
       # Stored as float32, in which 1e-5 is 9.999999747378752e-06.
       ours: float(
@@ -193,14 +195,22 @@ def _tokenizer_writer(file: _File) -> Callable[[pathlib.Path], None]:
       f'tokenizer model={model!r} with pre={split!r} and add_bos_token={begins}'
       " is not implemented, only 'gpt2', 'smollm' and False are"
     )
-  special = [t for t, kind in zip(tokens, kinds, strict=True) if kind != 1]
-  if set(kinds) - {1, _CONTROL}:
+  if set(kinds) - {_NORMAL, _CONTROL}:
     raise file.error(
       'has tokens that are neither normal nor control tokens, which is not'
       ' implemented'
     )
   merges = file.get('tokenizer.ggml.merges', list, ...)
-  made = _byte_level_bpe(tokens, merges, special)
+  try:
+    special = [
+      token
+      for token, kind in zip(tokens, kinds, strict=True)
+      if kind == _CONTROL
+    ]
+    made = _byte_level_bpe(tokens, merges, special)
+  except Exception as error:
+    # The library raises nothing more specific.
+    raise file.error(f'its tokenizer cannot be built: {error}') from None
   ids = {
     name: file.integer(f'tokenizer.ggml.{field}')
     for name, field in _SPECIAL.items()

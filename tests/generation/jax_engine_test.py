@@ -78,19 +78,20 @@ def test_groups_come_in_the_order_of_the_requests_and_are_complete():
       assert r.reward is None
 
 
-def test_a_rollout_ends_with_the_stop_token_or_is_truncated():
-  groups = tiny_engine.engine().generate(REQUESTS)
+@pytest.mark.parametrize('stop_ids', [(tiny_engine.STOP_ID,), (4, 9)])
+def test_a_rollout_ends_with_a_stop_token_or_is_truncated(stop_ids):
+  groups = tiny_engine.engine(stop_ids=stop_ids).generate(REQUESTS)
   reasons = set()
   for _, r in tiny_engine.rollouts(groups):
-    assert tiny_engine.STOP_ID not in r.token_ids[:-1]
-    stopped = r.token_ids[-1] == tiny_engine.STOP_ID
+    assert not np.isin(r.token_ids[:-1], stop_ids).any()
+    stopped = r.token_ids[-1] in stop_ids
     assert (r.finish_reason is records.FinishReason.STOP) == stopped
     assert r.sampled.all()
     if not stopped:
       assert r.is_truncated
       assert len(r.token_ids) == 12
-    reasons.add(r.finish_reason)
-  assert len(reasons) == 2
+    reasons.add(int(r.token_ids[-1]) if stopped else None)
+  assert reasons == {*stop_ids, None}
 
 
 # --- Determinism. -----------------------------------------------------------
