@@ -18,7 +18,13 @@ TEMPLATE = (
   " + '<|im_end|>\n' }}{% endfor %}"
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_MERGES = (('h', 'e'), ('l', 'l'), ('he', 'll'), ('hell', 'o'), ('Ġ', 'hello'))
+MERGES = (('h', 'e'), ('l', 'l'), ('he', 'll'), ('hell', 'o'), ('Ġ', 'hello'))
+
+
+def tokens() -> list[str]:
+  """The vocabulary, by id."""
+  letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+  return [*SPECIAL, *letters, *map(''.join, MERGES)]
 
 
 def write_tokenizer(directory: pathlib.Path, **changes) -> pathlib.Path:
@@ -32,12 +38,9 @@ def write_tokenizer(directory: pathlib.Path, **changes) -> pathlib.Path:
     The directory.
   """
   directory.mkdir(parents=True, exist_ok=True)
-  letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-  tokens = [*SPECIAL, *letters, *map(''.join, _MERGES)]
+  vocab = {token: i for i, token in enumerate(tokens())}
   made = tokenizers.Tokenizer(
-    tokenizer_models.BPE(
-      vocab={token: i for i, token in enumerate(tokens)}, merges=list(_MERGES)
-    )
+    tokenizer_models.BPE(vocab=vocab, merges=list(MERGES))
   )
   made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   made.decoder = decoders.ByteLevel()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 _END_OF_THINKING = '</think>'
 _END = '<end>'
 _INTEGER = re.compile(r'\s*([+-]?\d{1,100})\s*')
+_NUMBER = re.compile(r'(?<!\d)[+-]?\d+(?:[.,]\d+)*')
 _BOX = '\\boxed{'
 
 
@@ -71,6 +72,14 @@ def _extract_integer(response: str) -> int | None:
   return _integer(text)
 
 
+def _extract_last_integer(response: str) -> int | None:
+  text = final_text(response)
+  numbers = _NUMBER.findall(response if text is None else text)
+  if not numbers or _INTEGER.fullmatch(numbers[-1]) is None:
+    return None
+  return _integer(numbers[-1])
+
+
 def _nonempty(text: str) -> str:
   if not text.strip():
     raise ValueError('the answer is empty')
@@ -105,6 +114,8 @@ def last_box(text: str) -> str | None:
 VERIFIERS: Mapping[str, Verifier] = {
   # One integer and nothing else after the thinking.
   'integer': Verifier(_integer, _extract_integer),
+  # The last number of the response, which must be an integer.
+  'last_integer': Verifier(_integer, _extract_last_integer),
   # The same text after the thinking, outer spaces apart.
   'exact': Verifier(_nonempty, _extract_text),
   # The content of the last box; a response without a box is wrong.

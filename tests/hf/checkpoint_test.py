@@ -72,6 +72,7 @@ def test_out_is_bfloat16_with_the_files_of_the_tokenizer(tmp_path, copy):
   source = copy()
   (source / 'tokenizer.json').write_text('{}')
   (source / 'secret.txt').write_text('')
+  _edit_config(source, eos_token_id=[7, 8], secret=1)
   spec = _spec(source)
   params = hf.load_params(source, spec)
   out = tmp_path / 'out'
@@ -82,7 +83,11 @@ def test_out_is_bfloat16_with_the_files_of_the_tokenizer(tmp_path, copy):
     'model.safetensors',
     'tokenizer.json',
   }
-  assert hf.read_config(out)['torch_dtype'] == 'bfloat16'
+  config = hf.read_config(out)
+  assert config['torch_dtype'] == 'bfloat16'
+  assert config['max_position_embeddings'] == 128
+  assert config['eos_token_id'] == [7, 8]
+  assert 'secret' not in config
   for value in _stored(out).values():
     assert value.dtype == jnp.bfloat16
   again = hf.load_params(out, spec)

@@ -32,6 +32,29 @@ def test_integer(response, expected):
 @pytest.mark.parametrize(
   ('response', 'expected'),
   [
+    ('7', 1),
+    ('7 times 1 is 7.', 1),
+    ('10-3=7!', 1),
+    ('= +07', 1),
+    ('8</think>so 7', 1),
+    ('7, not 8', -1),
+    ('-7', -1),
+    ('1,007', -1),
+    ('7.0', -1),
+    ('7.5', -1),
+    ('7</think><end>', -1),
+    ('seven', -1),
+    ('', -1),
+    ('7' * 5000, -1),
+  ],
+)
+def test_last_integer(response, expected):
+  assert rewards.VERIFIERS['last_integer'].reward(response, '7') == expected
+
+
+@pytest.mark.parametrize(
+  ('response', 'expected'),
+  [
     ('</think> x y \n<end>', 1),
     ('</think>x  y<end>', -1),
     ('</think><end>', -1),
