@@ -5,6 +5,7 @@ not know its name. A new ablation is `recipe._replace(...)`.
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import functools
 import inspect
 from typing import Any, NamedTuple
@@ -28,6 +29,31 @@ Filter = Callable[..., jax.Array]
 Aggregation = Callable[..., jax.Array]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLoss:
+  """A `PolicyLoss` in which a token's loss depends on its own log π alone.
+
+  Being of this type, it lets the train step take the loss and its gradients
+  from one pass over the logits (`losses.fused_loss`).
+  """
+
+  fn: Callable[..., jax.Array]  # (policy_logp, behavior_logp, advantages).
+
+  def __call__(
+    self,
+    policy_logp: jax.Array,
+    behavior_logp: jax.Array,
+    advantages: jax.Array,
+    loss_mask: jax.Array,
+    rollout_index: jax.Array,
+    *,
+    num_rollouts: int,
+  ) -> jax.Array:
+    """Returns the loss per token; what it does not look at is not needed."""
+    del loss_mask, rollout_index, num_rollouts
+    return self.fn(policy_logp, behavior_logp, advantages)
+
+
 class Recipe(NamedTuple):
   """One algorithm, as the functions it is made of."""
 
@@ -35,7 +61,7 @@ class Recipe(NamedTuple):
   advantage: Advantage
   aggregation: Aggregation
   filters: tuple[Filter, ...] = ()
-  kl: Callable[..., jax.Array] = losses.kl_k3
+  kl: Callable[..., jax.Array] = losses.kl_k3  # Of each token by itself.
   kl_weight: float = 0.0  # Of the KL to the reference policy, per token.
   max_ratio: float | None = None  # Ratios above it are bounded; for metrics.
 
@@ -55,7 +81,9 @@ def scalerl(*, max_ratio: float = 5.0) -> Recipe:
     ValueError: max_ratio is below 1.
   """
   return Recipe(
-    policy_loss=_token_loss(losses.cispo, max_ratio=_checked_cap(max_ratio)),
+    policy_loss=TokenLoss(
+      functools.partial(losses.cispo, max_ratio=_checked_cap(max_ratio))
+    ),
     advantage=advantages.batch_normalized,
     aggregation=aggregation.prompt_mean,
     filters=(filters.zero_variance,),
@@ -192,7 +220,7 @@ def supervised() -> Recipe:
     The recipe: REINFORCE with advantage 1 and the mean over tokens.
   """
   return Recipe(
-    policy_loss=_reinforce,
+    policy_loss=TokenLoss(_reinforce),
     advantage=_ones,
     aggregation=aggregation.token_mean,
   )
@@ -236,33 +264,11 @@ def make(name: str, **args: Any) -> Recipe:
   return RECIPES[name](**args)
 
 
-def _token_loss(fn: Callable[..., jax.Array], **hyper: float) -> PolicyLoss:
-  def loss(
-    policy_logp: jax.Array,
-    behavior_logp: jax.Array,
-    advantage: jax.Array,
-    loss_mask: jax.Array,
-    rollout_index: jax.Array,
-    *,
-    num_rollouts: int,
-  ) -> jax.Array:
-    del loss_mask, rollout_index, num_rollouts
-    return fn(policy_logp, behavior_logp, advantage, **hyper)
-
-  return loss
-
-
 def _reinforce(
-  policy_logp: jax.Array,
-  behavior_logp: jax.Array,
-  advantage: jax.Array,
-  loss_mask: jax.Array,
-  rollout_index: jax.Array,
-  *,
-  num_rollouts: int,
+  policy_logp: jax.Array, behavior_logp: jax.Array, advantages: jax.Array
 ) -> jax.Array:
-  del behavior_logp, loss_mask, rollout_index, num_rollouts
-  return losses.reinforce(policy_logp, advantage)
+  del behavior_logp
+  return losses.reinforce(policy_logp, advantages)
 
 
 def _ones(
@@ -281,8 +287,8 @@ def _clipped(
 ) -> Recipe:
   _checked_clips(low, high)
   return Recipe(
-    policy_loss=_token_loss(
-      losses.clipped_surrogate, clip_low=low, clip_high=high
+    policy_loss=TokenLoss(
+      functools.partial(losses.clipped_surrogate, clip_low=low, clip_high=high)
     ),
     advantage=advantages.group_normalized,
     aggregation=aggregate,

@@ -25,7 +25,7 @@ from scalerl_jax.models import layers
 from scalerl_jax.models import spec as spec_lib
 
 Params = dict[str, Any]
-CHUNK_TOKENS = 4096  # Whose logits a device holds at one time.
+CHUNK_TOKENS = 4096  # Whose logits a device of a mesh holds at one time.
 
 
 class KeyValues(NamedTuple):
@@ -193,9 +193,9 @@ def make_policy_fn(
   spec: spec_lib.ModelSpec,
   *,
   temperature: float,
-  chunk_size: int = CHUNK_TOKENS,
+  chunk_size: int | None = None,
   placement: sharding.Placement | None = None,
-) -> Callable[..., arrays.TokenScores]:
+) -> Callable[..., Any]:
   """Makes the function that scores given tokens, as the train step wants it.
 
   Column t of the result is about token t, predicted from the tokens before it;
@@ -205,36 +205,47 @@ def make_policy_fn(
   Args:
     spec: The model.
     temperature: Sampling temperature; logits are divided by it.
-    chunk_size: Tokens whose logits a device holds at one time: each chunk costs
-      a gather of the head where it is sharded.
+    chunk_size: Tokens whose logits exist at one time, over all devices. None:
+      what `losses.token_logps` takes; on a mesh `CHUNK_TOKENS` of each shard of
+      the rows, because each chunk may gather the head and reduce its gradient.
     placement: As for `forward`.
 
   Returns:
-    (params, tokens, positions, segment_ids) → `TokenScores`.
+    (params, tokens, positions, segment_ids) → `TokenScores`. With `token_loss`,
+    log π → loss of each token, as `losses.fused_loss` takes it: (their sum,
+    `TokenScores`), by that function.
   """
-  if placement is not None:
+  if chunk_size is None and placement is not None:
     sizes = placement.rows.mesh.shape
-    chunk_size *= sizes['data'] * sizes['fsdp']
+    chunk_size = CHUNK_TOKENS * sizes['data'] * sizes['fsdp']
 
   def policy_fn(
     params: Params,
     tokens: Int[Array, 'B T'],
     positions: Int[Array, 'B T'],
     segment_ids: Int[Array, 'B T'],
-  ) -> arrays.TokenScores:
+    *,
+    token_loss: jax.tree_util.Partial | None = None,
+  ) -> Any:
     hidden = forward(
       params, spec, tokens, positions, segment_ids, placement=placement
     ).hidden
-    scores = logps.token_logps(
-      hidden[:, :-1],
-      head_matrix(params),
-      tokens[:, 1:],
-      temperature=temperature,
-      chunk_size=chunk_size,
-    )
-    return arrays.TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in scores))
+    inputs = (hidden[:, :-1], head_matrix(params), tokens[:, 1:])
+    settings: dict[str, Any] = {
+      'temperature': temperature,
+      'chunk_size': chunk_size,
+    }
+    if token_loss is None:
+      return _from_column_one(logps.token_logps(*inputs, **settings))
+    token_loss = jax.tree.map(lambda x: x[:, 1:], token_loss)
+    loss, scores = logps.fused_loss(*inputs, loss_fn=token_loss, **settings)
+    return loss, _from_column_one(scores)
 
   return policy_fn
+
+
+def _from_column_one(scores: arrays.TokenScores) -> arrays.TokenScores:
+  return arrays.TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in scores))
 
 
 def _insert(tree: Params, path: str, value: Any) -> None:

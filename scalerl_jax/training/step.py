@@ -10,6 +10,8 @@ that microbatches only add up.
 """
 
 from collections.abc import Callable
+import functools
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -98,7 +100,7 @@ def make_targets(recipe: recipes.Recipe, batch: arrays.Batch) -> Targets:
 
 
 def make_train_step(
-  apply_fn: Callable[..., arrays.TokenScores],
+  apply_fn: Callable[..., Any],
   tx: optax.GradientTransformation,
   recipe: recipes.Recipe,
   *,
@@ -116,7 +118,10 @@ def make_train_step(
 
   Args:
     apply_fn: (params, tokens, positions, segment_ids) → `TokenScores`, column t
-      about token t, at the sampling temperature.
+      about token t, at the sampling temperature. Where it takes `token_loss`
+      too, as that of `models.make_policy_fn`, and the recipe has a
+      `recipes.TokenLoss`, it is asked for the loss as well: one matmul over the
+      LM head fewer.
     tx: The optimizer.
     recipe: The algorithm.
     mesh: None: one device. Else rows are sharded over its `data` and `fsdp`
@@ -133,29 +138,26 @@ def make_train_step(
   if mesh is not None:
     row_shards = mesh.shape['data'] * mesh.shape['fsdp']
 
+  # The loss of a token by itself can be had in the pass that scores it.
+  is_fused = isinstance(recipe.policy_loss, recipes.TokenLoss) and (
+    'token_loss' in inspect.signature(apply_fn).parameters
+  )
+
   def part_loss(
     params: Any, part: arrays.Batch, targets: Targets
   ) -> tuple[jax.Array, arrays.TokenScores]:
-    scores = apply_fn(params, part.tokens, part.positions, part.segment_ids)
-    mask = targets.mask
-    # The double-where: NaN behind the mask must not reach a gradient.
-    logp = jnp.where(mask, scores.logp, 0.0)
-    behavior = jnp.where(mask, part.behavior_logp, 0.0)
-    per_token = recipe.policy_loss(
-      logp,
-      behavior,
-      targets.advantages,
-      mask,
-      part.rollout_index,
-      num_rollouts=targets.keep.shape[0],
+    inputs = (params, part.tokens, part.positions, part.segment_ids)
+    token_loss = jax.tree_util.Partial(
+      functools.partial(
+        _token_loss, recipe, num_rollouts=targets.keep.shape[0]
+      ),
+      *(targets.mask, targets.weights, targets.advantages),
+      *(part.rollout_index, part.behavior_logp, part.reference_logp),
     )
-    if recipe.kl_weight:
-      if part.reference_logp is None:
-        raise ValueError('kl_weight > 0 needs reference_logp in the batch')
-      reference = jnp.where(mask, part.reference_logp, 0.0)
-      per_token += recipe.kl_weight * recipe.kl(logp, reference)
-    loss = jnp.sum(jnp.where(mask, targets.weights * per_token, 0.0))
-    return loss, jax.lax.stop_gradient(scores)
+    if is_fused:
+      return apply_fn(*inputs, token_loss=token_loss)
+    scores = apply_fn(*inputs)
+    return jnp.sum(token_loss(scores.logp)), jax.lax.stop_gradient(scores)
 
   grad_fn = jax.value_and_grad(part_loss, has_aux=True)
 
@@ -212,6 +214,37 @@ def make_train_step(
   if mesh is None:
     return jax.jit(step, donate_argnums=0)
   return _ShardedStep(step, mesh, check_rows)
+
+
+def _token_loss(
+  recipe: recipes.Recipe,
+  mask: jax.Array,
+  weights: jax.Array,
+  advantages: jax.Array,
+  rollout_index: jax.Array,
+  behavior_logp: jax.Array,
+  reference_logp: jax.Array | None,
+  logp: jax.Array,
+  *,
+  num_rollouts: int,
+) -> jax.Array:
+  """Weighs the loss of each token; 0 where masked."""
+  # The double-where: NaN behind the mask must not reach a gradient.
+  logp = jnp.where(mask, logp, 0.0)
+  per_token = recipe.policy_loss(
+    logp,
+    jnp.where(mask, behavior_logp, 0.0),
+    advantages,
+    mask,
+    rollout_index,
+    num_rollouts=num_rollouts,
+  )
+  if recipe.kl_weight:
+    if reference_logp is None:
+      raise ValueError('kl_weight > 0 needs reference_logp in the batch')
+    reference = jnp.where(mask, reference_logp, 0.0)
+    per_token += recipe.kl_weight * recipe.kl(logp, reference)
+  return jnp.where(mask, weights * per_token, 0.0)
 
 
 class _ShardedStep:
