@@ -117,13 +117,22 @@ def test_no_checkpoint_is_overwritten(tmp_path):
     hf.save_params(tmp_path / 'out', {}, spec, dtype='float16')
 
 
-@pytest.mark.parametrize('shape', [(1, 2, 2, 1), (2, 4, 1, 1), (1, 1, 2, 1)])
-def test_each_device_gets_its_part(shape):
-  spec = _spec(DATA / 'qwen3')
+@pytest.mark.parametrize(
+  ('family', 'shape'),
+  [
+    ('qwen3', (1, 2, 2, 1)),
+    ('qwen3', (2, 4, 1, 1)),
+    ('qwen3', (1, 1, 2, 1)),
+    ('qwen3_moe', (1, 2, 1, 2)),
+    ('llama4', (1, 2, 2, 2)),
+  ],
+)
+def test_each_device_gets_its_part(family, shape):
+  spec = _spec(DATA / family)
   mesh = sharding.make_mesh(shape)
   shardings = sharding.param_shardings(models.logical_axes(spec), mesh)
-  params = hf.load_params(DATA / 'qwen3', spec, shardings=shardings)
-  whole = hf.load_params(DATA / 'qwen3', spec)
+  params = hf.load_params(DATA / family, spec, shardings=shardings)
+  whole = hf.load_params(DATA / family, spec)
   for got, wanted, placed in zip(
     *map(jax.tree.leaves, (params, whole, shardings)), strict=True
   ):
@@ -218,6 +227,25 @@ def test_pickles_are_refused_and_not_opened(copy):
   (directory / 'pytorch_model.bin').write_bytes(pickle.dumps(_Bomb()))
   with pytest.raises(hf.HfError, match='is a pickle'):
     hf.load_params(directory, _spec(directory))
+
+
+def test_of_a_model_that_reads_images_the_text_is_loaded(copy):
+  directory = copy('llama4')
+  spec = _spec(directory)
+  expected = hf.load_params(directory, spec)
+  path = directory / 'model.safetensors'
+  renamed = {
+    f'language_model.{name}': value
+    for name, value in safetensors.numpy.load_file(path).items()
+  }
+  image = {'vision_model.patch.weight': np.zeros((2, 2), np.float32)}
+  safetensors.numpy.save_file(renamed | image, path)
+  found = hf.load_params(directory, spec)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  del renamed['language_model.model.norm.weight']
+  safetensors.numpy.save_file(renamed | image, path)
+  with pytest.raises(hf.HfError, match='language_model'):
+    hf.load_params(directory, spec)
 
 
 def test_a_tied_head_may_be_stored_too(copy):
