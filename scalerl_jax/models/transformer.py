@@ -284,7 +284,7 @@ def _qkv(
   spec: spec_lib.ModelSpec,
   x: jax.Array,
   place: _Place,
-  is_local: bool | jax.Array,
+  is_local: bool | jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   h = layers.rms_norm(x, block['attention_norm'], eps=spec.norm_eps)
   q, k, v = (jnp.einsum('BTD,DNH->BTNH', h, block[n]) for n in 'qkv')
@@ -300,6 +300,7 @@ def _qkv(
   if local is None:
     q, k = (layers.rope(y, place.cos, place.sin) for y in (q, k))
     return q, k, v
+  assert is_local is not None
   grown = jnp.log1p((place.positions + 1) // local.floor_tokens)
   scale = (1 + local.scale * grown)[..., None, None]
 

@@ -1,5 +1,6 @@
 """Activations that are placed by rule change no number."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,45 +15,47 @@ from tests import tiny_model
 _SOFTMAX = models.MoeSpec(num_experts=8, experts_per_token=3, expert_dim=12)
 
 
+_SPECS = {
+  'dense': tiny_model.spec(num_layers=2, vocab_size=16),
+  'scout': tiny_model.moe_spec(vocab_size=16),
+  'softmax': tiny_model.spec(vocab_size=16, moe=_SOFTMAX),
+}
+_TOKENS = np.random.default_rng(0).integers(0, 16, (16, 12))
+_WEIGHTS = np.random.default_rng(1).normal(size=(16, 12)).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.value_and_grad, argnums=0)
+def _loss(params, spec, mesh):
+  policy = models.make_policy_fn(spec, temperature=0.7, mesh=mesh)
+  tokens = jnp.asarray(_TOKENS)
+  positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+  scores = policy(params, tokens, positions, jnp.ones_like(tokens))
+  return jnp.sum(_WEIGHTS * scores.logp)
+
+
 @pytest.mark.parametrize(
   ('shape', 'kind', 'remat'),
   [
     ((8, 1, 1, 1), 'dense', 'none'),
     ((2, 4, 1, 1), 'dense', 'full'),
     ((2, 2, 2, 1), 'dense', 'none'),
-    ((1, 4, 2, 1), 'dense', 'full'),
-    ((8, 1, 1, 1), 'scout', 'full'),
+    ((8, 1, 1, 1), 'scout', 'none'),
     ((2, 4, 1, 1), 'scout', 'none'),
     ((2, 2, 2, 1), 'scout', 'none'),
     ((1, 2, 2, 2), 'scout', 'full'),
     ((1, 2, 1, 4), 'softmax', 'none'),
-    ((1, 2, 2, 2), 'softmax', 'full'),
   ],
 )
 def test_scores_and_gradients_are_those_of_one_device(shape, kind, remat):
-  spec = {
-    'dense': tiny_model.spec(num_layers=2, vocab_size=16, remat=remat),
-    'scout': tiny_model.moe_spec(vocab_size=16, remat=remat),
-    'softmax': tiny_model.spec(vocab_size=16, moe=_SOFTMAX, remat=remat),
-  }[kind]
+  spec = _SPECS[kind]
   params = models.init_params(spec, jax.random.key(0))
-  rng = np.random.default_rng(0)
-  tokens = jnp.asarray(rng.integers(0, 16, (16, 12)))
-  positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
-  weights = jnp.asarray(rng.normal(size=tokens.shape), jnp.float32)
-
-  def loss(params, mesh):
-    policy = models.make_policy_fn(spec, temperature=0.7, mesh=mesh)
-    scores = policy(params, tokens, positions, jnp.ones_like(tokens))
-    return jnp.sum(weights * scores.logp)
-
-  step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-  expected = step(params, None)
+  expected = _loss(params, spec, None)
   mesh = sharding.make_mesh(shape)
   placed = jax.device_put(
     params, sharding.param_shardings(models.logical_axes(spec), mesh)
   )
-  got = step(placed, mesh)
+  got = _loss(placed, dataclasses.replace(spec, remat=remat), mesh)
   scale = abs(float(expected[0]))
   np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5 * scale)
   for a, b in zip(*map(jax.tree.leaves, (got[1], expected[1])), strict=True):

@@ -60,9 +60,9 @@ def directory(tmp_path_factory):
 
 
 @functools.cache
-def _one_device():
-  state = state_lib.init(tiny_model.params(), worker.TX)
-  step, found = worker.step_fn(), {}
+def _one_device(spec):
+  state = state_lib.init(tiny_model.params(0, spec), worker.TX)
+  step, found = worker.step_fn(spec), {}
   for i, batch in enumerate(worker.batches()):
     state, metrics = step(state, batch)
     found |= {f'loss{i}': metrics.loss, f'norm{i}': metrics.grad_norm}
@@ -71,13 +71,13 @@ def _one_device():
 
 
 @pytest.mark.parametrize('process', [0, 1])
-@pytest.mark.parametrize('shape', worker.SHAPES)
+@pytest.mark.parametrize('shape', worker.SPECS)
 def test_two_processes_give_the_updates_of_one_device(
   directory, shape, process
 ):
   name = 'x'.join(map(str, shape))
   with np.load(directory / name / f'{process}.npz') as found:
-    expected = _one_device()
+    expected = _one_device(worker.SPECS[shape])
     assert set(found) == set(expected)
     for key, value in expected.items():
       np.testing.assert_allclose(

@@ -21,16 +21,17 @@ from scalerl_jax.training import state as state_lib
 from tests import tiny_model
 from tests.training import tiny_batch
 
-SHAPES = ((8, 1, 1, 1), (2, 2, 2, 1))
+SPECS = {
+  (2, 2, 2, 1): tiny_model.spec(),
+  (1, 2, 2, 2): tiny_model.moe_spec(),
+}
 # Momentum, so that there is more than parameters to restore.
 TX = optax.sgd(1.0, momentum=0.9)
 
 
-def step_fn(mesh=None):
+def step_fn(spec, mesh=None):
   """Makes the step that is compared, for a mesh or for one device."""
-  policy_fn = models.make_policy_fn(
-    tiny_model.spec(), temperature=1.0, mesh=mesh
-  )
+  policy_fn = models.make_policy_fn(spec, temperature=1.0, mesh=mesh)
   return training.make_train_step(policy_fn, TX, recipes.scalerl(), mesh=mesh)
 
 
@@ -42,12 +43,11 @@ def batches():
 
 def run(shape, directory: pathlib.Path):
   """Steps, saves, restores into shards, steps again."""
-  mesh = sharding.make_mesh(shape)
-  shardings = sharding.param_shardings(
-    models.logical_axes(tiny_model.spec()), mesh
-  )
-  state = state_lib.init_sharded(tiny_model.params(), TX, shardings)
-  step, found = step_fn(mesh), {}
+  mesh, spec = sharding.make_mesh(shape), SPECS[shape]
+  shardings = sharding.param_shardings(models.logical_axes(spec), mesh)
+  params = tiny_model.params(0, spec)
+  state = state_lib.init_sharded(params, TX, shardings)
+  step, found = step_fn(spec, mesh), {}
   for i, batch in enumerate(batches()):
     state, metrics = step(state, batch)
     found[f'loss{i}'] = np.asarray(metrics.loss)
@@ -85,7 +85,7 @@ def main(coordinator: str, num_processes: str, process: str, out: str):
     initialization_timeout=20,
   )
   assert (jax.process_count(), len(jax.devices())) == (2, 8)
-  for shape in SHAPES:
+  for shape in SPECS:
     directory = pathlib.Path(out) / 'x'.join(map(str, shape))
     found = run(shape, directory)
     np.savez(directory / f'{process}.npz', **found)
