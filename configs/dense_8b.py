@@ -29,6 +29,7 @@ was ever computed. The embedded engine generates in one process; it is no fleet.
 
 import ml_collections
 
+_DEVICES = 16
 _PROMPT_TOKENS = 2_048
 _ANSWER_TOKENS = 2_048
 _VARIANTS = {
@@ -37,15 +38,12 @@ _VARIANTS = {
     'max_tokens': _PROMPT_TOKENS + 12_288 + _ANSWER_TOKENS,
     'min_thinking_tokens': 10_000,
     'max_thinking_tokens': 12_000,
-    'mesh': {'fsdp': 16, 'tensor': 1},
   },
   '32k': {
     'num_updates': 4_000,
     'max_tokens': _PROMPT_TOKENS + 32_768 + _ANSWER_TOKENS,
     'min_thinking_tokens': 30_000,
     'max_thinking_tokens': 32_000,
-    # The scores of attention are [heads, tokens, tokens]: 174 GB undivided.
-    'mesh': {'fsdp': 2, 'tensor': 8},
   },
 }
 
@@ -103,7 +101,7 @@ def get_config(variant: str = '14k') -> ml_collections.ConfigDict:
       'batch': {
         'prompts': 48,
         'group_size': 16,
-        'num_microbatches': 768 // sizes['mesh']['fsdp'],  # A row a shard.
+        'num_microbatches': 768 // _DEVICES,  # A row a device.
         'max_tokens': sizes['max_tokens'],
         'truncated': 'mask',
         'packed': False,
@@ -142,6 +140,6 @@ def get_config(variant: str = '14k') -> ml_collections.ConfigDict:
       },
       'checkpoint': {'every': 100, 'keep': 2},
       'curve': {'compute_axis': 'device_hours', 'min_compute': 1_500.0},
-      'mesh': {'data': 1, **sizes['mesh'], 'expert': 1},
+      'mesh': {'data': 1, 'fsdp': _DEVICES, 'tensor': 1, 'expert': 1},
     }
   )

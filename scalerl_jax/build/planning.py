@@ -186,8 +186,13 @@ def report(
   sent = 'collectives, bytes per device and step:'
   if not found.collectives:
     sent += ' none' if found.collectives == {} else ' not said by the compiler'
+  active = ''
+  if found.spec.moe is not None:
+    count = models.num_parameters(found.spec, active=True)
+    active = f', {count:,} active,'
   lines = [
-    f'{found.num_parameters:,} parameters on {found.num_devices} device(s);'
+    f'{found.num_parameters:,} parameters{active} on {found.num_devices}'
+    ' device(s);'
     f' {found.rows} rows of {found.row_tokens} tokens',
     'bytes per device:',
     *_table(per_device),
