@@ -12,8 +12,8 @@ numbers from 1 to 12; a held-out pair is not trained on in either order.
 Rendered by the chat template they have at most 46 tokens. A response has at
 most 24, and one that does not come to its end by then is graded as it stands.
 
-Recipe: all of ScaleRL but the forced interruptions, for which the vocabulary
-has no token that ends a thinking.
+Recipe: all of ScaleRL but the forced interruptions: the model does not think
+before it answers.
 
 Hardware: two x86 cores, 10 GB of memory. 150 to 245 s per update and about 2
 minutes per evaluation, measured while other programs had most of both cores;
@@ -62,7 +62,7 @@ def get_config() -> ml_collections.ConfigDict:
         'truncated': 'keep',
       },
       'engine': {'kind': 'jax', 'num_slots': 64, 'temperature': 1.0},
-      # The vocabulary has no token that ends a thinking.
+      # It answers without thinking.
       'length': {'interrupt': False},
       'pipeline': {
         'schedule': 'lockstep',

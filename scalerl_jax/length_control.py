@@ -53,6 +53,7 @@ class InterruptionState(NamedTuple):
   budget: Int[Array, ' N']  # Thinking tokens allowed.
   thinking_tokens: Int[Array, ' N']  # Sampled so far, before the answer.
   phrase_position: Int[Array, ' N']  # Forced phrase tokens so far.
+  end_position: Int[Array, ' N']  # Tokens of `end_ids` just sampled in a row.
   answering: Bool[Array, ' N']
   answer_tokens: Int[Array, ' N']  # Sampled so far, after the thinking.
 
@@ -64,14 +65,17 @@ class Interruption:
   Attributes:
     min_tokens: Smallest thinking budget, in tokens.
     max_tokens: Largest thinking budget, inclusive; drawn uniformly.
-    phrase_ids: Tokens that are forced; the last one ends the thinking.
+    phrase_ids: Tokens that are forced.
     answer_tokens: Tokens allowed after the thinking ended, forced or not.
+    end_ids: Tokens that end the thinking where the policy samples them in a
+      row; the first is not among the others. (): the last of `phrase_ids`.
   """
 
   min_tokens: int
   max_tokens: int
   phrase_ids: tuple[int, ...]
   answer_tokens: int
+  end_ids: tuple[int, ...] = ()
 
   def __post_init__(self) -> None:
     """Checks the budgets; raises ValueError."""
@@ -83,12 +87,17 @@ class Interruption:
     if not isinstance(self.phrase_ids, tuple) or not self.phrase_ids:
       raise ValueError(
         f'phrase_ids={self.phrase_ids!r} must be a tuple of token ids, not'
-        ' empty, the last of which ends the thinking'
+        ' empty'
       )
     if min(self.phrase_ids) < 0 or self.answer_tokens < 1:
       raise ValueError(
         f'phrase_ids={self.phrase_ids} must not be negative and answer_tokens='
         f'{self.answer_tokens} must be at least 1'
+      )
+    # Else a match that fails might have begun another one.
+    if self.end_ids and self.end_ids[0] in self.end_ids[1:]:
+      raise ValueError(
+        f'end_ids={self.end_ids} must not have the first of them twice'
       )
 
   @property
@@ -123,6 +132,7 @@ class Interruption:
       budget=budget,
       thinking_tokens=jnp.zeros_like(budget),
       phrase_position=jnp.zeros_like(budget),
+      end_position=jnp.zeros_like(budget),
       answering=jnp.zeros(budget.shape, bool),
       answer_tokens=jnp.zeros_like(budget),
     )
@@ -160,13 +170,19 @@ class Interruption:
       The state after.
     """
     position = state.phrase_position + is_forced.astype(jnp.int32)
-    ended = ~is_forced & (token == self.phrase_ids[-1])
+    end_ids = jnp.asarray(self.end_ids or self.phrase_ids[-1:], jnp.int32)
+    last = len(end_ids) - 1
+    follows = token == end_ids[jnp.minimum(state.end_position, last)]
+    begins = (token == end_ids[0]).astype(jnp.int32)
+    end_position = jnp.where(follows, state.end_position + 1, begins)
+    ended = ~is_forced & (end_position > last)
     forced_out = is_forced & (position >= len(self.phrase_ids))
     thinks = ~state.answering & ~is_forced
     return InterruptionState(
       budget=state.budget,
       thinking_tokens=state.thinking_tokens + thinks.astype(jnp.int32),
       phrase_position=position,
+      end_position=end_position,
       answering=state.answering | ended | forced_out,
       answer_tokens=state.answer_tokens + state.answering.astype(jnp.int32),
     )

@@ -381,6 +381,7 @@ def _decode_spec(
       max_tokens=config.length.max_thinking_tokens,
       phrase_ids=tuple(tokenizer.encode(config.length.phrase)),
       answer_tokens=config.length.answer_tokens,
+      end_ids=tokenization.end_of_thinking(tokenizer),
     )
     response_tokens = interruption.max_response_tokens
   return decode.DecodeSpec(

@@ -43,6 +43,20 @@ def complete(
     raise config_lib.ConfigError(' '.join(str(error).split())) from None
 
 
+def end_of_thinking(tokenizer: data.Tokenizer) -> tuple[int, ...]:
+  """Tells by which tokens in a row a policy ends its thinking.
+
+  Args:
+    tokenizer: The tokenizer.
+
+  Returns:
+    Those of `</think>`; without the last where there are several, because that
+    one may be merged with what follows.
+  """
+  ids = tokenizer.encode(_END_OF_THINKING)
+  return tuple(ids[: max(1, len(ids) - 1)])
+
+
 def directory(config: config_lib.RunConfig) -> str | None:
   """Tells where the files of the tokenizer lie.
 
@@ -77,12 +91,6 @@ def _check_phrase(
   config: config_lib.RunConfig, tokenizer: data.Tokenizer
 ) -> None:
   ids = tokenizer.encode(config.length.phrase)
-  if [ids[-1]] != tokenizer.encode(_END_OF_THINKING):
-    raise ValueError(
-      'length.interrupt=True needs a tokenizer in which'
-      f' {_END_OF_THINKING!r} is one token; set it to False or give another'
-      ' data.tokenizer'
-    )
   prompt, thinking, answer, limit = (
     config.data.max_prompt_tokens,
     config.length.max_thinking_tokens,

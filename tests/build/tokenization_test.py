@@ -7,6 +7,7 @@ import pytest
 from scalerl_jax import build
 from scalerl_jax import config as config_lib
 from scalerl_jax import data
+from scalerl_jax.build import tokenization
 from tests import tiny
 from tests import tiny_checkpoint
 
@@ -90,13 +91,15 @@ def test_the_mesh_must_divide_the_vocabulary(directory):
     build.complete(config)
 
 
-def test_thinking_ends_with_one_token(tmp_path):
+def test_the_end_of_thinking_may_be_several_tokens(tmp_path):
   path = tiny_checkpoint.write_tokenizer(tmp_path)
+  whole = data.HfTokenizer(path, chat=False)
+  assert len(tokenization.end_of_thinking(whole)) == 1
   text = (path / 'tokenizer.json').read_text()
   (path / 'tokenizer.json').write_text(text.replace('</think>', '<other>'))
-  config = tiny.config(data={'tokenizer': str(path)}, warm_start=_NO_START)
-  with pytest.raises(config_lib.ConfigError, match=r'</think>. is one token'):
-    build.complete(config)
+  parts = data.HfTokenizer(path, chat=False)
+  ids = tokenization.end_of_thinking(parts)
+  assert parts.decode(ids) == '</think'
 
 
 @pytest.mark.parametrize(
