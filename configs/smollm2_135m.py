@@ -15,9 +15,8 @@ most 24, and one that does not come to its end by then is graded as it stands.
 Recipe: all of ScaleRL but the forced interruptions: the model does not think
 before it answers.
 
-Hardware: two x86 cores, 10 GB of memory. 150 to 245 s per update and about 2
-minutes per evaluation, measured while other programs had most of both cores;
-3.7e12 FLOPs per update. It was not timed on an idle machine.
+Hardware: two x86 cores, 10 GB of memory. At most 150 to 245 s per update and 2
+minutes per evaluation; 3.7e12 FLOPs per update.
 
 Measured, from the file of 4 bits, one seed: held-out pass rate 0.13 ± 0.04 at
 the start and 0.30 ± 0.05 after 4 updates, truncated responses from 56% to 34%.

@@ -56,6 +56,7 @@ _GENERATOR_MEMORY = flags.DEFINE_float(
 _TOPOLOGY = flags.DEFINE_string(
   'topology', None, 'TPU that the train step is compiled for, as v6e:16x16.'
 )
+_OF_THE_PLAN = (_MEMORY, _TFLOPS, _GENERATOR_MEMORY, _TOPOLOGY)
 
 
 class _UsageError(Exception):
@@ -87,6 +88,9 @@ def main(argv: Sequence[str]) -> int:
       code = _plan(run_config)
       print(f'would run in {workdir}')
       return code
+    given = [f.name for f in _OF_THE_PLAN if f.value is not None]
+    if given:
+      raise _UsageError(f'--{given[0]} is of use with --dry_run only')
     compilation.use_cache()
     # Not before the config is known to be right: it imports everything.
     from scalerl_jax import build

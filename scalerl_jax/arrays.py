@@ -29,7 +29,8 @@ class RouterStats(NamedTuple):
 
   load: Float[jax.Array, 'L E']  # Choices that an expert is part of.
   num_choices: Float[jax.Array, '']
-  num_agreed: Float[jax.Array, '']  # Replayed = own, as sets of experts.
+  num_replayed: Float[jax.Array, '']  # Choices that were given.
+  num_agreed: Float[jax.Array, '']  # Given = own, as sets of experts.
   entropy: Float[jax.Array, '']  # Of the router's softmax, nats.
 
 

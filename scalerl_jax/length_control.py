@@ -68,14 +68,15 @@ class Interruption:
     phrase_ids: Tokens that are forced.
     answer_tokens: Tokens allowed after the thinking ended, forced or not.
     end_ids: Tokens that end the thinking where the policy samples them in a
-      row; the first is not among the others. (): the last of `phrase_ids`.
+      row, each given by its alternatives; those of the first are in no other.
+      (): the last of `phrase_ids`.
   """
 
   min_tokens: int
   max_tokens: int
   phrase_ids: tuple[int, ...]
   answer_tokens: int
-  end_ids: tuple[int, ...] = ()
+  end_ids: tuple[tuple[int, ...], ...] = ()
 
   def __post_init__(self) -> None:
     """Checks the budgets; raises ValueError."""
@@ -95,9 +96,10 @@ class Interruption:
         f'{self.answer_tokens} must be at least 1'
       )
     # Else a match that fails might have begun another one.
-    if self.end_ids and self.end_ids[0] in self.end_ids[1:]:
+    first, *others = self.end_ids or ((),)
+    if set(first) & set().union(*others):
       raise ValueError(
-        f'end_ids={self.end_ids} must not have the first of them twice'
+        f'end_ids={self.end_ids} must not have a first token among the others'
       )
 
   @property
@@ -170,10 +172,14 @@ class Interruption:
       The state after.
     """
     position = state.phrase_position + is_forced.astype(jnp.int32)
-    end_ids = jnp.asarray(self.end_ids or self.phrase_ids[-1:], jnp.int32)
+    end_ids = self.end_ids or (self.phrase_ids[-1:],)
     last = len(end_ids) - 1
-    follows = token == end_ids[jnp.minimum(state.end_position, last)]
-    begins = (token == end_ids[0]).astype(jnp.int32)
+    matches = jnp.stack(
+      [jnp.isin(token, jnp.asarray(ids, jnp.int32)) for ids in end_ids]
+    )
+    expected = jnp.minimum(state.end_position, last)[None, :]
+    follows = jnp.take_along_axis(matches, expected, axis=0)[0]
+    begins = matches[0].astype(jnp.int32)
     end_position = jnp.where(follows, state.end_position + 1, begins)
     ended = ~is_forced & (end_position > last)
     forced_out = is_forced & (position >= len(self.phrase_ids))

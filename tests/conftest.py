@@ -27,3 +27,11 @@ def unchecked_signatures():
   jaxtyping.config.update('jaxtyping_disable', True)
   yield
   jaxtyping.config.update('jaxtyping_disable', False)
+
+
+@pytest.fixture(scope='module')
+def quick_compilation():
+  """For programs that take far longer to compile than to run."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)

@@ -135,7 +135,7 @@ class _Experiment:
     engine = jax_engine.JaxEngine(
       _decode_spec(config, self._spec, tokenizer), key=train_key
     )
-    self._evaluator = engine.fork(key=eval_key)
+    self._evaluator = engine.fork(key=eval_key, keep_routing=False)
     self._eval_meter = compute.ComputeMeter()
     device = jax.devices()[0]
     self._store = weights_lib.WeightStore(device)

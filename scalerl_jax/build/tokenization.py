@@ -43,18 +43,27 @@ def complete(
     raise config_lib.ConfigError(' '.join(str(error).split())) from None
 
 
-def end_of_thinking(tokenizer: data.Tokenizer) -> tuple[int, ...]:
+def end_of_thinking(tokenizer: data.Tokenizer) -> tuple[tuple[int, ...], ...]:
   """Tells by which tokens in a row a policy ends its thinking.
 
   Args:
     tokenizer: The tokenizer.
 
   Returns:
-    Those of `</think>`; without the last where there are several, because that
-    one may be merged with what follows.
+    The alternatives of each. `</think>` as one token is that token. Of several,
+    the first may be merged with what goes before, and the last, which is left
+    out, with what follows.
   """
   ids = tokenizer.encode(_END_OF_THINKING)
-  return tuple(ids[: max(1, len(ids) - 1)])
+  if len(ids) == 1:
+    return (tuple(ids),)
+  begin = tokenizer.decode(ids[:1])
+  merged = (
+    i
+    for i in range(tokenizer.vocab_size)
+    if tokenizer.decode([i]).endswith(begin)
+  )
+  return (tuple(merged), *((i,) for i in ids[1:-1]))
 
 
 def directory(config: config_lib.RunConfig) -> str | None:

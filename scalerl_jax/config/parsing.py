@@ -88,7 +88,9 @@ def _with_checkpoint(tree: Mapping[str, Any]) -> Mapping[str, Any]:
   except hf.HfError as error:
     raise ConfigError(f'model.path={path!r}: {error}') from None
   sizes = {name: value for name, value in found.items() if name not in _FREE}
-  return {**tree, 'model': _filled(model, sizes, 'model')}
+  # A vocabulary of 0 is one that is not written.
+  written = {k: v for k, v in model.items() if (k, v) != ('vocab_size', 0)}
+  return {**tree, 'model': _filled(written, sizes, 'model')}
 
 
 def _filled(written: Any, found: Any, name: str) -> Any:

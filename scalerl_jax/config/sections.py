@@ -257,7 +257,7 @@ class LengthConfig:
     min_thinking_tokens: Smallest drawn budget.
     max_thinking_tokens: Largest drawn budget.
     answer_tokens: Tokens that may follow the thinking.
-    phrase: What is forced; its last token must end the thinking.
+    phrase: What is forced; it ends with `</think>`.
   """
 
   interrupt: bool

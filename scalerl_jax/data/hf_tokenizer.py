@@ -2,7 +2,8 @@
 
 The text of a problem is not trusted: what it says in the words of a special
 token stays text. `transformers` makes a special token of it, so that a problem
-can end the user's message; on any other text the ids are the same.
+can end the user's message; on any other text the ids are the same. A token that
+was added to the vocabulary without being called special is like any word.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,6 +84,9 @@ class HfTokenizer:
       Without a template, the ids of the text and those that the tokenizer puts
       around any text; with one, those of a conversation in which the user has
       said the text and the model is about to answer.
+
+    Raises:
+      TokenizerError: The template refuses the text.
     """
     if self._render is None:
       ids: list[int] = self._literal.encode(prompt).ids
@@ -198,24 +202,24 @@ class HfTokenizer:
 
     def render(prompt: str) -> str:
       message = {'role': 'user', 'content': prompt}
-      # There is no clock: a prompt is the same on every day.
-      return template.render(
-        messages=[message], add_generation_prompt=True, **names
-      )
+      try:
+        # There is no clock: a prompt is the same on every day.
+        return template.render(
+          messages=[message], add_generation_prompt=True, **names
+        )
+      except Exception as error:
+        # A template is a program: whatever it raises is its fault.
+        raise TokenizerError(
+          f'{self._directory}: the chat template fails for one message of a'
+          f' user: {error}'
+        ) from None
 
     return render
 
   def _surroundings(self) -> tuple[list[int], list[int]]:
     """What a template puts before and after the text of the user."""
     assert self._render is not None
-    try:
-      parts = self._render(_MARK).split(_MARK)
-    except Exception as error:
-      # A template is a program: whatever it raises is its fault.
-      raise TokenizerError(
-        f'{self._directory}: the chat template fails for one message of a'
-        f' user: {error}'
-      ) from None
+    parts = self._render(_MARK).split(_MARK)
     if len(parts) != 2:
       raise TokenizerError(
         f"{self._directory}: the chat template shows the user's message"

@@ -66,7 +66,10 @@ def read_problems(
       )
     seen[problem.problem_id] = number
     if tokenizer is not None and max_prompt_tokens is not None:
-      length = len(tokenizer.encode_prompt(problem.prompt))
+      try:
+        length = len(tokenizer.encode_prompt(problem.prompt))
+      except ValueError as error:
+        raise DataError(f'{where}: {error}') from None
       if length > max_prompt_tokens:
         raise DataError(
           f'{where}: prompt of {length} tokens exceeds max_prompt_tokens='

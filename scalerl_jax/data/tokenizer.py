@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
     """Turns trusted text into token ids, special tokens by their names."""
 
   def encode_prompt(self, prompt: str) -> list[int]:
-    """Renders the prompt of a problem; names in it are only text."""
+    """Renders the prompt of a problem; special tokens in it are only text."""
 
   def decode(self, token_ids: Sequence[int]) -> str:
     """Turns token ids into text, special tokens as their names."""
@@ -78,7 +78,7 @@ class ByteTokenizer:
     """Turns ids into text; bytes that are not UTF-8 become U+FFFD.
 
     Args:
-      token_ids: Ids in [0, 260).
+      token_ids: Ids; those beyond the vocabulary are left out.
 
     Returns:
       Text, markers as their names.
@@ -88,6 +88,6 @@ class ByteTokenizer:
       if int(i) in _NAMES:
         parts += [run.decode('utf-8', errors='replace'), _NAMES[int(i)]]
         run = bytearray()
-      else:
+      elif int(i) < 256:
         run.append(int(i))
     return ''.join(parts) + run.decode('utf-8', errors='replace')

@@ -224,8 +224,8 @@ def refresh(
 ) -> DecodeState:
   """Recomputes keys and values of all slots from their tokens.
 
-  After it the cache is a function of (params, tokens) alone, so that a run
-  continued from a checkpoint equals one that went on.
+  After it the cache is a function of (params, tokens, recorded experts) alone,
+  so that a run continued from a checkpoint equals one that went on.
 
   Args:
     params: Weights to recompute with, blocks stacked.
@@ -245,7 +245,7 @@ def refresh(
     jnp.pad(state.prompts, ((0, 0), (0, R))),
     jnp.take_along_axis(state.tokens, response, axis=1),
   )
-  kv = _prefill(params, spec, tokens)
+  kv = _prefill(params, spec, tokens, _routed(state, index - (length - 1)))
   # Ring column c of a slot holds its fed token (c - start) mod R, counted from
   # the last prompt token.
   fed = (jnp.arange(R)[None, :] - state.start_step[:, None]) % R
@@ -267,8 +267,23 @@ def refresh(
   )
 
 
+def _routed(state: DecodeState, fed: jax.Array) -> jax.Array | None:
+  """Experts that tokens took when they were fed; -1 where they were not."""
+  if state.experts is None:
+    return None
+  known = (fed >= 0) & (fed < state.num_tokens[:, None])
+  R = state.experts.shape[1]
+  found = jnp.take_along_axis(
+    state.experts, jnp.clip(fed, 0, R - 1)[:, :, None, None], axis=1
+  )
+  return jnp.where(known[:, :, None, None], found, -1).astype(jnp.int32)
+
+
 def _prefill(
-  params: transformer.Params, spec: DecodeSpec, tokens: jax.Array
+  params: transformer.Params,
+  spec: DecodeSpec,
+  tokens: jax.Array,
+  routed_experts: jax.Array | None = None,
 ) -> transformer.KeyValues:
   B, T = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
@@ -279,6 +294,7 @@ def _prefill(
     positions,
     jnp.ones((B, T), jnp.int32),
     collect_kv=True,
+    routed_experts=routed_experts,
   )
   assert out.kv is not None
   return out.kv
@@ -326,7 +342,7 @@ def _no_experts(spec: DecodeSpec) -> jax.Array:
     raise ValueError('record_routing=True needs a model with experts')
   sizes = (model.num_layers, model.moe.experts_per_token)
   shape = (spec.num_slots, spec.response_tokens, *sizes)
-  return jnp.full(shape, -1, jnp.int32)
+  return jnp.full(shape, -1, jnp.int16)
 
 
 def _record(
@@ -363,7 +379,10 @@ def _record(
 
   routed = state.experts
   if routed is not None and experts is not None:
-    routed = jnp.where(here[:, :, None, None], experts[:, None], routed)
+    at = jnp.where(running, state.num_tokens, spec.response_tokens)
+    slots = jnp.arange(spec.num_slots)
+    # Not as `put` does: the buffer is large, and most of it stays.
+    routed = routed.at[slots, at].set(experts.astype(routed.dtype), mode='drop')
   return state._replace(
     last_token=jnp.where(running, token, state.last_token),
     num_tokens=num_tokens.astype(jnp.int32),

@@ -80,23 +80,26 @@ class JaxEngine:
     self._queue: list[_Pending] = []  # Some samples wait for a slot.
     self._active: dict[int, _Pending] = {}  # By visit; not complete.
     self._slots: list[tuple[int, int] | None] = [None] * spec.num_slots
+    self._keep_routing = True
     self._state = decode.init_state(spec)
     self._admit = self._compile('admit', decode.admit)
     self._run = self._compile('run', decode.run)
     self._refresh = self._compile('refresh', decode.refresh)
     self._unstack = jax.jit(transformer.unstack_layers)
 
-  def fork(self, *, key: jax.Array) -> 'JaxEngine':
+  def fork(self, *, key: jax.Array, keep_routing: bool = True) -> 'JaxEngine':
     """Makes an engine with slots of its own that shares the compiled code.
 
     Args:
       key: Sampling key of the new engine.
+      keep_routing: False: recorded experts are left out of rollouts.
 
     Returns:
       The engine, without weights.
     """
     other = JaxEngine(self.spec, key=key, prefill_rows=self._prefill_rows)
     other.num_compiles = self.num_compiles
+    other._keep_routing = keep_routing
     other._admit, other._run = self._admit, self._run
     other._refresh, other._unstack = self._refresh, self._unstack
     return other
@@ -282,7 +285,7 @@ class JaxEngine:
       return []
     names = ('num_tokens', 'tokens', 'logps', 'versions', 'sampled')
     lengths, *columns = (np.asarray(getattr(self._state, n)) for n in names)
-    routed = self._state.experts
+    routed = self._state.experts if self._keep_routing else None
     experts = None if routed is None else np.asarray(routed)
     groups = []
     for i in finished:

@@ -213,7 +213,7 @@ def _moe(
     return None
   layers = list(range(num_layers))
   if router == 'softmax':
-    step = config.get('decoder_sparse_step', 1)
+    step = _integer(config, 'decoder_sparse_step', 1)
     if config.get('mlp_only_layers') or step != 1:
       raise ValueError(
         'mlp_only_layers and decoder_sparse_step are not implemented, only'
@@ -228,8 +228,8 @@ def _moe(
       router=router,
       normalized=bool(config.get('norm_topk_prob', False)),
     )
-  step = config.get('interleave_moe_layer_step', 1)
-  if (config.get('moe_layers') or layers[step - 1 :: step]) != layers:
+  step = _integer(config, 'interleave_moe_layer_step', 1)
+  if step != 1 or (config.get('moe_layers') or layers) != layers:
     raise ValueError(
       'moe_layers and interleave_moe_layer_step are not implemented, only'
       ' experts in every layer are'
@@ -246,8 +246,12 @@ def _moe(
 
 def _local(config: Mapping[str, Any], num_layers: int) -> models.LocalAttention:
   every = _integer(config, 'no_rope_layer_interval', 4)
+  if every < 1:
+    raise ValueError(f'no_rope_layer_interval={every} must be at least 1')
   default = [int((i + 1) % every > 0) for i in range(num_layers)]
   flags = config.get('no_rope_layers') or default
+  if not isinstance(flags, list):
+    raise ValueError(f'no_rope_layers={flags!r} must be a list')
   if 0 in flags:
     every = flags.index(0) + 1
   if [int(bool(f)) for f in flags] != [
@@ -262,6 +266,8 @@ def _local(config: Mapping[str, Any], num_layers: int) -> models.LocalAttention:
     raise ValueError(
       'layer_types that differ from no_rope_layers are not implemented'
     )
+  if config.get('attention_chunk_size', 1) is None:
+    raise ValueError('attention_chunk_size=None is not implemented')
   tuned = config.get('attn_temperature_tuning', True)
   return models.LocalAttention(
     chunk_tokens=_integer(config, 'attention_chunk_size', 8192),
@@ -322,6 +328,8 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
   found = config.get('rope_parameters')
   if found is None:
     scaling = config.get('rope_scaling')
+    if not isinstance(scaling, Mapping | None):
+      raise ValueError(f'rope_scaling={scaling!r} must be an object')
     found = {'rope_theta': config.get('rope_theta'), **(scaling or {})}
   if not isinstance(found, Mapping) or any(
     isinstance(v, Mapping) for v in found.values()

@@ -71,12 +71,16 @@ def segment_attention(
   size = -(-T // num_blocks)
   # The last block begins earlier rather than to reach beyond the row.
   starts = jnp.minimum(jnp.arange(num_blocks) * size, T - size)
+  # So that the gradients of all blocks add up in float32.
+  k32, v32 = k.astype(jnp.float32), v.astype(jnp.float32)
 
   @jax.checkpoint
   def attend(start: jax.Array) -> jax.Array:
     part = jax.lax.dynamic_slice_in_dim(q, start, size, axis=1)
     mask = segment_mask(segment_ids, start=start, num_queries=size)
-    return jax.nn.dot_product_attention(part, k, v, mask=mask)
+    return jax.nn.dot_product_attention(
+      part, k32.astype(k.dtype), v32.astype(v.dtype), mask=mask
+    )
 
   parts = jax.lax.map(attend, starts)  # [blocks, B, size, N, H]
   whole = parts[:-1].swapaxes(0, 1).reshape(B, -1, N, H)

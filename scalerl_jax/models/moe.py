@@ -9,7 +9,6 @@ choice of the engine that sampled the token, while the weights of the choice
 stay the trainer's own.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +33,8 @@ class Routing(NamedTuple):
   """Which experts the tokens of one layer took."""
 
   experts: Int[Array, 'B T k']
-  agreed: Bool[Array, 'B T']  # Replayed choice = own choice, as sets.
+  replayed: Bool[Array, 'B T']  # Whether the choice was given.
+  agreed: Bool[Array, 'B T']  # Given and equal to the own one, as sets.
   entropy: Float[Array, 'B T']  # Of softmax(r), nats.
 
 
@@ -58,9 +58,10 @@ def route(
   """
   logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
   own = jax.lax.top_k(logits, moe.experts_per_token)[1]
-  experts = own
+  experts, given = own, jnp.zeros(own.shape[:-1], bool)
   if replayed is not None:
-    experts = jnp.where(replayed[..., :1] < 0, own, replayed)
+    given = replayed[..., 0] >= 0
+    experts = jnp.where(given[..., None], replayed, own)
   log_probs = jax.nn.log_softmax(logits)
   if moe.router == 'sigmoid':
     weights = jax.nn.sigmoid(jnp.take_along_axis(logits, experts, axis=-1))
@@ -70,7 +71,8 @@ def route(
       weights /= jnp.sum(weights, axis=-1, keepdims=True)
   entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
   same = jnp.sort(experts, axis=-1) == jnp.sort(own, axis=-1)
-  return weights, Routing(experts, jnp.all(same, axis=-1), entropy)
+  agreed = given & jnp.all(same, axis=-1)
+  return weights, Routing(experts, given, agreed, entropy)
 
 
 def feed_forward(
@@ -164,6 +166,7 @@ def summarize(
   return arrays.RouterStats(
     load=jnp.sum(is_taken, axis=(1, 2, 3), dtype=jnp.float32),
     num_choices=total(jnp.ones_like(routing.entropy)),
+    num_replayed=total(routing.replayed.astype(jnp.float32)),
     num_agreed=total(routing.agreed.astype(jnp.float32)),
     entropy=total(routing.entropy),
   )
@@ -229,18 +232,25 @@ def _local(
 ) -> jax.Array:
   """The part of the sum that experts `first`, first + 1, ... contribute."""
   B, T, D = x.shape
-  k = moe.experts_per_token
+  # So that the gradients of all parts add up in float32.
+  matrices = [w.astype(jnp.float32) for w in (gate, up, down)]
 
   @jax.checkpoint
-  def part(x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
-    return _pass(moe, x, weights, experts, gate, up, down, first=first)
+  def part(inputs: list[jax.Array]) -> jax.Array:
+    cast = (w.astype(x.dtype) for w in matrices)
+    return _pass(moe, *inputs, *cast, first=first)
 
-  flat = (x.reshape(-1, D), weights.reshape(-1, k), experts.reshape(-1, k))
-  num_parts = math.gcd(B * T, -(-B * T * k // _MAX_PAIRS))
+  flat = [y.reshape(B * T, -1) for y in (x, weights, experts)]
+  num_parts = -(-B * T * moe.experts_per_token // _MAX_PAIRS)
   if num_parts == 1:
-    return part(*flat).reshape(x.shape)
-  parts = [y.reshape(num_parts, -1, y.shape[-1]) for y in flat]
-  return jax.lax.map(lambda p: part(*p), parts).reshape(x.shape)
+    return part(flat).reshape(x.shape)
+  padding = ((0, -(B * T) % num_parts), (0, 0))
+  # Padding takes the expert before all, which is no device's.
+  padded = [jnp.pad(y, padding) for y in flat[:2]]
+  padded.append(jnp.pad(flat[2], padding, constant_values=-1))
+  parts = [y.reshape(num_parts, -1, y.shape[-1]) for y in padded]
+  y = jax.lax.map(part, parts).reshape(-1, D)
+  return y[: B * T].reshape(x.shape)
 
 
 def _pass(
@@ -315,16 +325,20 @@ def _cut(num_rows: int, sizes: jax.Array) -> _Blocks:
   counts = -(-sizes // size)
   ends, block_ends = jnp.cumsum(sizes), jnp.cumsum(counts)
   starts, block_starts = ends - sizes, block_ends - counts
-  group = jnp.searchsorted(block_ends, jnp.arange(num_blocks), side='right')
+  group = _count_up_to(block_ends, jnp.arange(num_blocks))
   safe = jnp.minimum(group, num_groups - 1)
   within = (jnp.arange(num_blocks) - block_starts[safe]) * size
   rows = (starts[safe] + within)[:, None] + jnp.arange(size)[None, :]
   valid = (rows < ends[safe][:, None]) & (group < num_groups)[:, None]
   index = jnp.arange(num_rows)
-  of_row = jnp.searchsorted(ends, index, side='right')
-  of_row = jnp.minimum(of_row, num_groups - 1)
+  of_row = jnp.minimum(_count_up_to(ends, index), num_groups - 1)
   place = block_starts[of_row] * size + index - starts[of_row]
   return _Blocks(group, jnp.minimum(rows, num_rows - 1), valid, place)
+
+
+def _count_up_to(ends: jax.Array, index: jax.Array) -> jax.Array:
+  """Number of groups that end at an index or before it."""
+  return jnp.sum(ends[None, :] <= index[:, None], axis=1)
 
 
 def _blocked_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -339,20 +353,22 @@ def _blocked_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     )
 
   y = jax.lax.map(product, (blocks.group, blocks.rows))
-  y = y.reshape(-1, w.shape[2])[jnp.minimum(blocks.place, y.size // w.shape[2])]
+  y = y.reshape(-1, w.shape[2])[blocks.place]
   return jnp.where(_in_a_group(x, sizes), y, 0)
 
 
 def _blocked_outer(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
   blocks = _cut(x.shape[0], sizes)
 
-  def add(total: jax.Array, block: _Blocks) -> tuple[jax.Array, None]:
-    rows = jnp.where(block.valid[:, None], x[block.rows], 0)
+  def add(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
+    group, rows, valid = block
     outer = jnp.einsum(
-      'MD,MF->DF', rows, g[block.rows], preferred_element_type=jnp.float32
+      'MD,MF->DF',
+      jnp.where(valid[:, None], x[rows], 0),
+      g[rows],
+      preferred_element_type=jnp.float32,
     )
-    return total.at[block.group].add(outer, mode='drop'), None
+    return total.at[group].add(outer, mode='drop'), None
 
   zero = jnp.zeros((sizes.shape[0], x.shape[1], g.shape[1]), jnp.float32)
-  each = _Blocks(blocks.group, blocks.rows, blocks.valid, blocks.group)
-  return jax.lax.scan(add, zero, each)[0]
+  return jax.lax.scan(add, zero, blocks[:3])[0]

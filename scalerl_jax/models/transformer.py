@@ -221,7 +221,7 @@ def make_policy_fn(
     log π → loss of each token, as `losses.fused_loss` takes it: (their sum,
     `TokenScores`), by that function.
   """
-  if chunk_size is None and mesh is not None:
+  if chunk_size is None and mesh is not None and mesh.size > 1:
     chunk_size = CHUNK_TOKENS * sharding.num_row_shards(mesh)
 
   def policy_fn(

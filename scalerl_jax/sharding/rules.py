@@ -85,7 +85,14 @@ def placement(mesh: jax.sharding.Mesh) -> Placement:
 
 
 def num_row_shards(mesh: jax.sharding.Mesh) -> int:
-  """Counts the parts that the rows of a batch are spread over."""
+  """Counts the parts that the rows of a batch are spread over.
+
+  Args:
+    mesh: A mesh of `MESH_AXES`.
+
+  Returns:
+    Product of the sizes of `ROW_AXES`.
+  """
   return math.prod(mesh.shape[name] for name in ROW_AXES)
 
 
@@ -114,7 +121,14 @@ def partition_spec(names: Sequence[str | None]) -> jax.sharding.PartitionSpec:
 
 
 def mesh_axes(name: str | None) -> tuple[str, ...]:
-  """Lists the mesh axes that a logical axis is cut along."""
+  """Lists the mesh axes that a logical axis is cut along.
+
+  Args:
+    name: A key of `RULES`; None: an axis that is never sharded.
+
+  Returns:
+    Mesh axes; none where it is not sharded.
+  """
   axes = None if name is None else RULES[name]
   if axes is None:
     return ()

@@ -60,7 +60,8 @@ class StepMetrics(NamedTuple):
   # Share of the most and least taken expert of any layer, times E.
   router_load_max: Float[Array, ''] | None = None
   router_load_min: Float[Array, ''] | None = None
-  router_agreement: Float[Array, ''] | None = None  # Replayed = own choice.
+  # Of replayed choices, those that are the own; None: nothing is replayed.
+  router_agreement: Float[Array, ''] | None = None
 
 
 class Targets(NamedTuple):
@@ -354,22 +355,27 @@ def diagnose(
     lag_mean=mean(lag.astype(jnp.float32)),
     lag_max=jnp.max(lag).astype(jnp.float32),
     lag_histogram=histogram[:NUM_LAG_BINS],
-    **_router_metrics(scores.router),
+    **_router_metrics(scores.router, batch.routed_experts is not None),
   )
 
 
-def _router_metrics(stats: arrays.RouterStats | None) -> dict[str, jax.Array]:
+def _router_metrics(
+  stats: arrays.RouterStats | None, is_replayed: bool
+) -> dict[str, jax.Array]:
   if stats is None:
     return {}
   count = jnp.maximum(stats.num_choices, 1.0)
   total = jnp.maximum(jnp.sum(stats.load, axis=1, keepdims=True), 1.0)
   share = stats.load / total * stats.load.shape[1]
-  return {
+  found = {
     'router_entropy': stats.entropy / count,
     'router_load_max': jnp.max(share),
     'router_load_min': jnp.min(share),
-    'router_agreement': stats.num_agreed / count,
   }
+  if is_replayed:
+    replayed = jnp.maximum(stats.num_replayed, 1.0)
+    found['router_agreement'] = stats.num_agreed / replayed
+  return found
 
 
 def _num_prompts(batch: arrays.Batch, valid: jax.Array) -> jax.Array:

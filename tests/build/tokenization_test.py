@@ -98,8 +98,11 @@ def test_the_end_of_thinking_may_be_several_tokens(tmp_path):
   text = (path / 'tokenizer.json').read_text()
   (path / 'tokenizer.json').write_text(text.replace('</think>', '<other>'))
   parts = data.HfTokenizer(path, chat=False)
-  ids = tokenization.end_of_thinking(parts)
-  assert parts.decode(ids) == '</think'
+  first, *others = tokenization.end_of_thinking(parts)
+  written = parts.encode('so 12 </think>')
+  begin = next(i for i, t in enumerate(written) if t in first)
+  assert parts.decode(written[begin:]).strip() == '</think>'
+  assert [(i,) for i in written[begin + 1 : -1]] == others
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from scalerl_jax.training import batching
 from scalerl_jax.training import state as state_lib
 from tests import tiny_model
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 SPEC = tiny_model.moe_spec()
 # Prompts of up to 5 tokens and 10 more cross a chunk of 5 twice.
 LOOP = decode.DecodeSpec(

@@ -12,6 +12,8 @@ from scalerl_jax import models
 from scalerl_jax.hf import keys
 from scalerl_jax.models import cache as cache_lib
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 DATA = pathlib.Path(__file__).parents[1] / 'data' / 'hf'
 FAMILIES = (
   'llama3',

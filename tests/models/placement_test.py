@@ -12,6 +12,8 @@ from scalerl_jax import models
 from scalerl_jax import sharding
 from tests import tiny_model
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 _SOFTMAX = models.MoeSpec(num_experts=8, experts_per_token=3, expert_dim=12)
 
 

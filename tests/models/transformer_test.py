@@ -370,7 +370,7 @@ def loss_and_grad_fn(policy_fn):
   """Jits (chosen, other, *rows) → ((loss, scores), gradients of chosen)."""
 
   def loss(chosen, other, *rows):
-    scores = policy_fn(chosen | other, *rows)
+    scores = jax.tree.leaves(policy_fn(chosen | other, *rows))
     weights = weights_of(*lay_out(PACKED)[0][1:])
     total = sum(jnp.sum(w * x) for w, x in zip(weights, scores, strict=True))
     return total, tuple(scores)

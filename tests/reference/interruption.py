@@ -12,7 +12,7 @@ def play(rule, budget, policy_tokens):
   Returns:
     (tokens, whether the answer budget ran out).
   """
-  end_ids = list(rule.end_ids or rule.phrase_ids[-1:])
+  end_ids = rule.end_ids or (rule.phrase_ids[-1:],)
   samples = iter(policy_tokens)
   out, thinking = [], 0
   while thinking < budget:
@@ -21,7 +21,10 @@ def play(rule, budget, policy_tokens):
       return out, False
     out.append((token, False))
     thinking += 1
-    if [t for t, _ in out[-len(end_ids) :]] == end_ids:
+    latest = [t for t, _ in out[-len(end_ids) :]]
+    if len(latest) == len(end_ids) and all(
+      t in ids for t, ids in zip(latest, end_ids, strict=True)
+    ):
       break
   else:
     out += [(token, True) for token in rule.phrase_ids]

@@ -218,6 +218,6 @@ def test_l08_optional_arrays_on_a_mesh_give_the_scores_of_one_device():
     place(draw_params(), (1, 2, 4, 1)), *jax.device_put(rows, on_rows)
   )
   assert len(actual.logp.sharding.device_set) == 8
-  for x, y in zip(actual, expected, strict=True):
+  for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
   assert np.asarray(expected.logp).std() > 0.1
