@@ -39,7 +39,14 @@ class TokenScores(NamedTuple):
 
   logp: Float[jax.Array, 'B T']  # log π(token t | tokens before t), nats.
   entropy: Float[jax.Array, 'B T']  # Entropy of that distribution, nats.
-  router: RouterStats | None = None  # None: the policy has no experts.
+
+
+class RoutedScores(NamedTuple):
+  """`TokenScores` of a policy with experts, and what its routers chose."""
+
+  logp: Float[jax.Array, 'B T']
+  entropy: Float[jax.Array, 'B T']
+  router: RouterStats
 
 
 class Batch(NamedTuple):

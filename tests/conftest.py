@@ -29,7 +29,7 @@ def unchecked_signatures():
   jaxtyping.config.update('jaxtyping_disable', False)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture
 def quick_compilation():
   """For programs that take far longer to compile than to run."""
   jax.config.update('jax_disable_most_optimizations', True)

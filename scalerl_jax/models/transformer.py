@@ -217,9 +217,10 @@ def make_policy_fn(
     mesh: As for `forward`.
 
   Returns:
-    (params, tokens, positions, segment_ids) → `TokenScores`. With `token_loss`,
-    log π → loss of each token, as `losses.fused_loss` takes it: (their sum,
-    `TokenScores`), by that function.
+    (params, tokens, positions, segment_ids) → `TokenScores`; of a mixture,
+    `RoutedScores`, and `routed_experts` may be given, as for `forward`. With
+    `token_loss`, log π → loss of each token, as `losses.fused_loss` takes it:
+    (their sum, scores), by that function.
   """
   if chunk_size is None and mesh is not None and mesh.size > 1:
     chunk_size = CHUNK_TOKENS * sharding.num_row_shards(mesh)
@@ -252,16 +253,19 @@ def make_policy_fn(
     }
     if token_loss is None:
       scores = logps.token_logps(*inputs, **settings)
-      return _from_column_one(scores)._replace(router=router)
+      return _from_column_one(scores, router)
     token_loss = jax.tree.map(lambda x: x[:, 1:], token_loss)
     loss, scores = logps.fused_loss(*inputs, loss_fn=token_loss, **settings)
-    return loss, _from_column_one(scores)._replace(router=router)
+    return loss, _from_column_one(scores, router)
 
   return policy_fn
 
 
-def _from_column_one(scores: arrays.TokenScores) -> arrays.TokenScores:
-  return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), scores)
+def _from_column_one(
+  scores: arrays.TokenScores, router: arrays.RouterStats | None
+) -> arrays.TokenScores | arrays.RoutedScores:
+  scores = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), scores)
+  return scores if router is None else arrays.RoutedScores(*scores, router)
 
 
 def _insert(tree: Params, path: str, value: Any) -> None:

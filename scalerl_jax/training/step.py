@@ -124,11 +124,12 @@ def make_train_step(
   counters, and is counted in `update_skipped`.
 
   Args:
-    apply_fn: (params, tokens, positions, segment_ids) → `TokenScores`, column t
-      about token t, at the sampling temperature. Where it takes `token_loss`
-      too, as that of `models.make_policy_fn`, and the recipe has a
-      `recipes.TokenLoss`, it is asked for the loss as well: one matmul over the
-      LM head fewer. It is given `routed_experts` where the batch has them.
+    apply_fn: (params, tokens, positions, segment_ids) → `TokenScores`, or
+      `RoutedScores` of a policy with experts, column t about token t, at the
+      sampling temperature. Where it takes `token_loss` too, as that of
+      `models.make_policy_fn`, and the recipe has a `recipes.TokenLoss`, it is
+      asked for the loss as well: one matmul over the LM head fewer. It is given
+      `routed_experts` where the batch has them.
     tx: The optimizer.
     recipe: The algorithm.
     mesh: None: one device. Else rows are sharded over its `ROW_AXES`, and the
@@ -150,7 +151,7 @@ def make_train_step(
 
   def part_loss(
     params: Any, part: arrays.Batch, targets: Targets
-  ) -> tuple[jax.Array, arrays.TokenScores]:
+  ) -> tuple[jax.Array, Any]:
     inputs = (params, part.tokens, part.positions, part.segment_ids)
     replay = {}
     if part.routed_experts is not None:
@@ -171,7 +172,7 @@ def make_train_step(
 
   def accumulate(
     params: Any, batch: arrays.Batch, targets: Targets
-  ) -> tuple[jax.Array, arrays.TokenScores, Any]:
+  ) -> tuple[jax.Array, Any, Any]:
     if num_microbatches == 1:
       (loss, scores), grads = grad_fn(params, batch, targets)
       return loss, scores, grads
@@ -183,9 +184,12 @@ def make_train_step(
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
     parts = _split_rows((batch, targets), num_microbatches)
     (loss, grads), scores = jax.lax.scan(add, zero, parts)
-    router = jax.tree.map(lambda x: jnp.sum(x, axis=0), scores.router)
-    joined = jax.tree.map(_join_rows, scores._replace(router=None))
-    return loss, joined._replace(router=router), grads
+    # What is of tokens is put together, what routers chose is summed up.
+    joined = type(scores)(*map(_join_rows, scores[:2]), *scores[2:])
+    if isinstance(joined, arrays.RoutedScores):
+      total = jax.tree.map(lambda x: jnp.sum(x, axis=0), joined.router)
+      joined = joined._replace(router=total)
+    return loss, joined, grads
 
   def check_rows(batch: arrays.Batch) -> None:
     rows = batch.tokens.shape[0]
@@ -298,7 +302,7 @@ def diagnose(
   recipe: recipes.Recipe,
   batch: arrays.Batch,
   targets: Targets,
-  scores: arrays.TokenScores,
+  scores: arrays.TokenScores | arrays.RoutedScores,
   *,
   version: jax.Array,
 ) -> StepMetrics:
@@ -355,15 +359,16 @@ def diagnose(
     lag_mean=mean(lag.astype(jnp.float32)),
     lag_max=jnp.max(lag).astype(jnp.float32),
     lag_histogram=histogram[:NUM_LAG_BINS],
-    **_router_metrics(scores.router, batch.routed_experts is not None),
+    **_router_metrics(scores, batch.routed_experts is not None),
   )
 
 
 def _router_metrics(
-  stats: arrays.RouterStats | None, is_replayed: bool
+  scores: arrays.TokenScores | arrays.RoutedScores, is_replayed: bool
 ) -> dict[str, jax.Array]:
-  if stats is None:
+  if not isinstance(scores, arrays.RoutedScores):
     return {}
+  stats = scores.router
   count = jnp.maximum(stats.num_choices, 1.0)
   total = jnp.maximum(jnp.sum(stats.load, axis=1, keepdims=True), 1.0)
   share = stats.load / total * stats.load.shape[1]

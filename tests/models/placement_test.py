@@ -12,8 +12,6 @@ from scalerl_jax import models
 from scalerl_jax import sharding
 from tests import tiny_model
 
-pytestmark = pytest.mark.usefixtures('quick_compilation')
-
 _SOFTMAX = models.MoeSpec(num_experts=8, experts_per_token=3, expert_dim=12)
 
 
@@ -36,6 +34,7 @@ def _loss(params, spec, mesh):
   return jnp.sum(_WEIGHTS * scores.logp)
 
 
+@pytest.mark.usefixtures('quick_compilation')
 @pytest.mark.parametrize(
   ('shape', 'kind', 'remat'),
   [
