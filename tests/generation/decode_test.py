@@ -10,6 +10,8 @@ from scalerl_jax.generation import decode
 from tests import tiny_model
 from tests.generation import tiny_engine
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 SPEC = tiny_engine.spec(stop_ids=())  # No rollout ends early.
 N, P, R = SPEC.num_slots, SPEC.prompt_tokens, SPEC.response_tokens
 admit, run, refresh = (

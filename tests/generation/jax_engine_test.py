@@ -15,6 +15,8 @@ from tests import tiny_model
 from tests.generation import tiny_engine
 from tests.reference import interruption as reference
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 REQUESTS = [tiny_model.request(v) for v in range(9)]
 
 

@@ -9,7 +9,7 @@ from scalerl_jax import losses
 from tests.losses import logps_test
 from tests.reference import losses as reference
 
-pytestmark = pytest.mark.usefixtures('strict_dtypes')
+pytestmark = pytest.mark.usefixtures('strict_dtypes', 'quick_compilation')
 
 Partial = jax.tree_util.Partial
 

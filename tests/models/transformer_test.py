@@ -13,6 +13,8 @@ from scalerl_jax.models import cache as cache_lib
 from tests import tiny_model
 from tests.reference import transformer as reference
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 SIZES = {'vocab_size': 11, 'model_dim': 12, 'hidden_dim': 20, 'num_layers': 2}
 OPTIONS = {
   'rope_theta': 20.0,

@@ -18,6 +18,8 @@ from scalerl_jax.training import state as state_lib
 from tests import tiny_model
 from tests.training import tiny_batch
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 RECIPES = {
   'scalerl': recipes.scalerl,
   'grpo': recipes.grpo,
