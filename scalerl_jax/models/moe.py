@@ -245,9 +245,7 @@ def _local(
   if num_parts == 1:
     return part(flat).reshape(x.shape)
   padding = ((0, -(B * T) % num_parts), (0, 0))
-  # Padding takes the expert before all, which is no device's.
-  padded = [jnp.pad(y, padding) for y in flat[:2]]
-  padded.append(jnp.pad(flat[2], padding, constant_values=-1))
+  padded = (jnp.pad(y, padding) for y in flat)
   parts = [y.reshape(num_parts, -1, y.shape[-1]) for y in padded]
   y = jax.lax.map(part, parts).reshape(-1, D)
   return y[: B * T].reshape(x.shape)
