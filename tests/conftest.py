@@ -29,9 +29,11 @@ def unchecked_signatures():
   jaxtyping.config.update('jaxtyping_disable', False)
 
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def quick_compilation():
-  """For programs that take far longer to compile than to run."""
+  """For modules whose programs take far longer to compile than to run."""
   jax.config.update('jax_disable_most_optimizations', True)
   yield
   jax.config.update('jax_disable_most_optimizations', False)
+  # Else other modules would run them, with sums in another order.
+  jax.clear_caches()

@@ -12,6 +12,8 @@ from scalerl_jax import models
 from scalerl_jax import sharding
 from tests import tiny_model
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 _SOFTMAX = models.MoeSpec(num_experts=8, experts_per_token=3, expert_dim=12)
 
 
@@ -34,7 +36,6 @@ def _loss(params, spec, mesh):
   return jnp.sum(_WEIGHTS * scores.logp)
 
 
-@pytest.mark.usefixtures('quick_compilation')
 @pytest.mark.parametrize(
   ('shape', 'kind', 'remat'),
   [
@@ -61,15 +62,3 @@ def test_scores_and_gradients_are_those_of_one_device(shape, kind, remat):
   np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5 * scale)
   for a, b in zip(*map(jax.tree.leaves, (got[1], expected[1])), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
-
-
-def test_parameters_drawn_into_shards_are_those_of_one_device():
-  spec = tiny_model.spec(
-    vocab_size=20, num_kv_heads=4, tied_head=False, qk_norm=True, qkv_bias=True
-  )
-  mesh = sharding.make_mesh((2, 2, 2, 1))
-  shardings = sharding.param_shardings(models.logical_axes(spec), mesh)
-  draw = functools.partial(models.init_params, spec)
-  params = jax.jit(draw, out_shardings=shardings)(jax.random.key(3))
-  jax.tree.map(np.testing.assert_array_equal, params, draw(jax.random.key(3)))
-  assert params['head'].sharding == shardings['head']

@@ -1,3 +1,4 @@
+import functools
 import re
 
 import jax
@@ -221,3 +222,11 @@ def test_l08_optional_arrays_on_a_mesh_give_the_scores_of_one_device():
   for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
   assert np.asarray(expected.logp).std() > 0.1
+
+
+def test_parameters_drawn_into_shards_are_those_of_one_device():
+  shardings = resolve(models.logical_axes(SPEC))
+  draw = functools.partial(models.init_params, SPEC)
+  params = jax.jit(draw, out_shardings=shardings)(jax.random.key(3))
+  jax.tree.map(np.testing.assert_array_equal, params, draw(jax.random.key(3)))
+  assert params['head'].sharding == shardings['head']
