@@ -25,7 +25,6 @@ from scalerl_jax import sharding
 from scalerl_jax.build import assembly
 from scalerl_jax.build import collectives
 from scalerl_jax.build import tokenization
-from scalerl_jax.losses import logps
 from scalerl_jax.reporting import compute
 from scalerl_jax.training import batching
 from scalerl_jax.training import optimizer
@@ -130,10 +129,9 @@ def plan(config: config_lib.RunConfig, *, topology: str | None = None) -> Plan:
     spec, num_tokens=rows * T, num_pairs=rows * T * (T + 1) // 2
   )
   tokens = rows * T // config.batch.num_microbatches
-  chunk = logps.default_chunk_size(vocab_size=spec.vocab_size)
-  if mesh.size > 1:
-    chunk = models.CHUNK_TOKENS
-  chunk = min(chunk, tokens // sharding.num_row_shards(mesh))
+  chunk = min(
+    models.chunk_tokens(spec, mesh), tokens // sharding.num_row_shards(mesh)
+  )
   return Plan(
     spec=spec,
     num_devices=mesh.size,

@@ -8,8 +8,8 @@ from scalerl_jax.models.spec import MoeSpec as MoeSpec
 from scalerl_jax.models.spec import RopeScaling as RopeScaling
 from scalerl_jax.models.spec import num_parameters as num_parameters
 from scalerl_jax.models.spec import parameter_table as parameter_table
-from scalerl_jax.models.transformer import CHUNK_TOKENS as CHUNK_TOKENS
 from scalerl_jax.models.transformer import abstract_params as abstract_params
+from scalerl_jax.models.transformer import chunk_tokens as chunk_tokens
 from scalerl_jax.models.transformer import forward as forward
 from scalerl_jax.models.transformer import head_matrix as head_matrix
 from scalerl_jax.models.transformer import init_params as init_params
@@ -18,7 +18,6 @@ from scalerl_jax.models.transformer import make_policy_fn as make_policy_fn
 from scalerl_jax.models.transformer import unstack_layers as unstack_layers
 
 __all__ = (
-  'CHUNK_TOKENS',
   'KVCache',
   'LocalAttention',
   'ModelSpec',
@@ -26,6 +25,7 @@ __all__ = (
   'RopeScaling',
   'Routing',
   'abstract_params',
+  'chunk_tokens',
   'forward',
   'head_matrix',
   'init_params',

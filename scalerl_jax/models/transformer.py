@@ -26,7 +26,8 @@ from scalerl_jax.models import moe
 from scalerl_jax.models import spec as spec_lib
 
 Params = dict[str, Any]
-CHUNK_TOKENS = 4096  # Whose logits a device of a mesh holds at one time.
+# Whose logits a device of a mesh holds at one time.
+_CHUNK_TOKENS = 4096
 
 
 class KeyValues(NamedTuple):
@@ -195,6 +196,24 @@ def forward(
   return Output(hidden, cache, kv, routing)
 
 
+def chunk_tokens(
+  spec: spec_lib.ModelSpec, mesh: jax.sharding.Mesh | None
+) -> int:
+  """Tells of how many tokens a device holds logits at one time, by default.
+
+  Args:
+    spec: The model.
+    mesh: As for `make_policy_fn`.
+
+  Returns:
+    On several devices 4,096, because each chunk may gather the head and reduce
+    its gradient; on one, what `losses.token_logps` takes.
+  """
+  if mesh is not None and mesh.size > 1:
+    return _CHUNK_TOKENS
+  return logps.default_chunk_size(vocab_size=spec.vocab_size)
+
+
 def make_policy_fn(
   spec: spec_lib.ModelSpec,
   *,
@@ -212,8 +231,7 @@ def make_policy_fn(
     spec: The model.
     temperature: Sampling temperature; logits are divided by it.
     chunk_size: Tokens whose logits exist at one time, over all devices. None:
-      what `losses.token_logps` takes; on a mesh `CHUNK_TOKENS` of each shard of
-      the rows, because each chunk may gather the head and reduce its gradient.
+      `chunk_tokens` of each shard of the rows.
     mesh: As for `forward`.
 
   Returns:
@@ -222,8 +240,9 @@ def make_policy_fn(
     `token_loss`, log π → loss of each token, as `losses.fused_loss` takes it:
     (their sum, scores), by that function.
   """
-  if chunk_size is None and mesh is not None and mesh.size > 1:
-    chunk_size = CHUNK_TOKENS * sharding.num_row_shards(mesh)
+  if chunk_size is None:
+    row_shards = 1 if mesh is None else sharding.num_row_shards(mesh)
+    chunk_size = chunk_tokens(spec, mesh) * row_shards
 
   def policy_fn(
     params: Params,
