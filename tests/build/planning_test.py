@@ -72,7 +72,7 @@ def test_each_device_computes_its_own_rows_only():
 
 def test_a_mesh_that_is_too_large_is_refused():
   with pytest.raises(config_lib.ConfigError, match='needs 16 devices'):
-    build.plan(_config(data=4, fsdp=2, tensor=2))
+    build.plan(tiny.config(mesh={'data': 4, 'fsdp': 4}, batch={'prompts': 4}))
 
 
 def test_report():
