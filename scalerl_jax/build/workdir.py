@@ -13,7 +13,14 @@ from scalerl_jax.data import arithmetic
 from scalerl_jax.reporting import writers
 
 # May change when a run is resumed: none of them alters an update.
-_FREE = ('num_updates', 'checkpoint.', 'reporting.', 'pipeline.deadline_s')
+_FREE = (
+  'num_updates',
+  'checkpoint.',
+  'reporting.',
+  'pipeline.deadline_s',
+  'engine.start_servers',
+  'engine.sglang.',
+)
 _PACKAGES = ('jax', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'scipy')
 
 

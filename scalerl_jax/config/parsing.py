@@ -54,7 +54,11 @@ def to_dict(config: run_config.RunConfig) -> dict[str, Any]:
   Returns:
     What `from_config_dict` reads back to an equal configuration.
   """
-  return dataclasses.asdict(config)
+  return dataclasses.asdict(config, dict_factory=_to_json)
+
+
+def _to_json(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+  return {k: list(v) if isinstance(v, tuple) else v for k, v in fields}
 
 
 def differences(
@@ -154,6 +158,14 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
     return _parse(typing.cast(type[Any], kind), value, f'{name}.')
   if typing.get_origin(kind) is dict:
     return dict(_to_mapping(value, name))
+  if typing.get_origin(kind) is tuple:
+    # JSON and ConfigDict have lists.
+    if not isinstance(value, (list, tuple)):
+      raise ConfigError(
+        f'{name}={value!r} must be a list, got {type(value).__name__}'
+      )
+    item = typing.get_args(kind)[0]
+    return tuple(_convert(item, v, f'{name}[{i}]') for i, v in enumerate(value))
   is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
   if kind is float and is_number:
     if not math.isfinite(value):

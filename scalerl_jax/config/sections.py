@@ -220,16 +220,76 @@ class BatchConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SglangConfig:
+  """The servers that generate, and how weights reach them.
+
+  Attributes:
+    addresses: Of servers that run already, `http://HOST:PORT`; they must see
+      `weights_dir` under the same path. (): the run starts its own.
+    num_servers: Servers that the run starts.
+    python: Interpreter of the environment that SGLang is installed in; '':
+      this one.
+    device: `cuda` or `cpu`, of the servers that are started.
+    first_port: Port of the first of them, the others follow; 0: free ones.
+    max_total_tokens: Tokens that the cache of a server holds; 0: as many as
+      SGLang finds room for.
+    args: Further flags of `sglang.launch_server`.
+    weights_dir: Where versions of the weights are written, best on a RAM disk;
+      '': a new directory in /dev/shm where there is one, else in the run's.
+    weights_dtype: `bfloat16` or `float32`, of what is written.
+    update: `in_place`: running rollouts keep their cache; `retract`: it is
+      recomputed with the new weights.
+    max_logp_diff: Largest mean |Δ log-prob| between a server and the trainer,
+      in nats, on the same tokens and weights, that a run starts with.
+    probe_s: Seconds between two looks at whether a server lives, and that an
+      answer may take.
+    control_s: Seconds that a server may take for new weights.
+    request_s: Seconds after which a request is taken to another server.
+  """
+
+  addresses: tuple[str, ...] = ()
+  num_servers: int = 1
+  python: str = ''
+  device: str = 'cuda'
+  first_port: int = 0
+  max_total_tokens: int = 0
+  args: tuple[str, ...] = ()
+  weights_dir: str = ''
+  weights_dtype: str = 'bfloat16'
+  update: str = 'in_place'
+  max_logp_diff: float = 0.1
+  probe_s: float = 5.0
+  control_s: float = 120.0
+  request_s: float = 1800.0
+
+  def __post_init__(self) -> None:
+    """Checks the values; raises ValueError."""
+    checks.at_least(self, 1, 'num_servers')
+    checks.at_least(self, 0, 'first_port', 'max_total_tokens')
+    checks.one_of(self, 'device', ('cuda', 'cpu'))
+    checks.one_of(self, 'weights_dtype', ('bfloat16', 'float32'))
+    checks.one_of(self, 'update', ('in_place', 'retract'))
+    checks.positive(self, 'max_logp_diff', 'probe_s', 'control_s', 'request_s')
+    for address in self.addresses:
+      if not address.startswith(('http://', 'https://')):
+        raise ValueError(f'addresses: {address!r} must be http://HOST:PORT')
+    if len(set(self.addresses)) < len(self.addresses):
+      raise ValueError(f'addresses={self.addresses} must be distinct')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
   """What generates rollouts.
 
   Attributes:
-    kind: `jax`, the embedded engine.
-    num_slots: Rollouts that are decoded together.
+    kind: `jax`, the embedded engine, or `sglang`, a fleet of servers.
+    num_slots: Rollouts that are decoded together; with SGLang, by each server.
     steps_per_dispatch: Tokens per slot between two looks of the host.
     temperature: Of sampling, in training and evaluation; positive.
     replay_routing: True: in training, the tokens of a response pass through the
       experts that they passed through when it was sampled. Needs `model.moe`.
+    start_servers: True: the run starts the SGLang servers and stops them.
+    sglang: The servers.
   """
 
   kind: str = 'jax'
@@ -237,14 +297,31 @@ class EngineConfig:
   steps_per_dispatch: int = 8
   temperature: float = 1.0
   replay_routing: bool = False
+  start_servers: bool = False
+  sglang: SglangConfig
 
   def __post_init__(self) -> None:
     """Checks the values; raises ValueError."""
-    if self.kind == 'sglang':
-      raise ValueError("kind='sglang' is not in this version; use 'jax'")
-    checks.one_of(self, 'kind', ('jax',))
+    checks.one_of(self, 'kind', ('jax', 'sglang'))
     checks.at_least(self, 1, 'num_slots', 'steps_per_dispatch')
     checks.positive(self, 'temperature')
+    if self.kind == 'jax' and (self.start_servers or self.sglang.addresses):
+      raise ValueError(
+        "kind='jax' generates in this process and needs no servers; set"
+        " kind='sglang', or leave start_servers and sglang.addresses out"
+      )
+    if self.kind == 'sglang':
+      if self.start_servers == bool(self.sglang.addresses):
+        raise ValueError(
+          f"kind='sglang' needs start_servers=True or sglang.addresses, and"
+          f' not both; got start_servers={self.start_servers} and'
+          f' {len(self.sglang.addresses)} addresses'
+        )
+      if self.replay_routing:
+        raise ValueError(
+          "replay_routing=True needs kind='jax': servers are not asked for"
+          ' their experts in this version'
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
