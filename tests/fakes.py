@@ -40,6 +40,10 @@ class FakeEngine:
     return self._version
 
   @property
+  def num_devices(self) -> int:
+    return 1
+
+  @property
   def num_in_flight(self) -> int:
     return len(self._requests)
 
@@ -97,6 +101,9 @@ class FakeEngine:
 
   def refresh_cache(self) -> None:
     self.num_refreshes += 1
+
+  def metrics(self) -> dict[str, int | float]:
+    return {'engine/num_steps': self._num_steps}
 
   def state(self) -> dict[str, Any]:
     return {}

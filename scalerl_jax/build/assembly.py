@@ -13,23 +13,22 @@ import optax
 from scalerl_jax import config as config_lib
 from scalerl_jax import data
 from scalerl_jax import evaluation
-from scalerl_jax import length_control
 from scalerl_jax import models
 from scalerl_jax import recipes
 from scalerl_jax import records
 from scalerl_jax import rewards
 from scalerl_jax import sharding
 from scalerl_jax.build import base_policy
+from scalerl_jax.build import engines
 from scalerl_jax.build import recorder as recorder_lib
 from scalerl_jax.build import tokenization
 from scalerl_jax.build import workdir as workdir_lib
-from scalerl_jax.generation import decode
-from scalerl_jax.generation import jax_engine
+from scalerl_jax.generation.sglang import client as client_lib
+from scalerl_jax.generation.sglang import fleet as fleet_lib
 from scalerl_jax.pipeline import loop as loop_lib
 from scalerl_jax.pipeline import pacing as pacing_lib
 from scalerl_jax.pipeline import rollouts
 from scalerl_jax.pipeline import trainer as trainer_lib
-from scalerl_jax.pipeline import weights as weights_lib
 from scalerl_jax.reporting import compute
 from scalerl_jax.training import checkpointing
 from scalerl_jax.training import optimizer
@@ -39,6 +38,8 @@ from scalerl_jax.training import step as step_lib
 _FAILURES = (
   OSError,
   checkpointing.CheckpointError,
+  client_lib.RefusedError,
+  fleet_lib.FleetError,
   loop_lib.GeneratorError,
   trainer_lib.TrainingDivergedError,
 )
@@ -84,10 +85,13 @@ def _run(
   workdir: pathlib.Path,
   tokenizer: data.Tokenizer,
 ) -> str:
-  with contextlib.closing(
-    recorder_lib.Recorder(workdir, config, decode=tokenizer.decode)
-  ) as recorder:
-    experiment = _Experiment(config, workdir, tokenizer, recorder)
+  with contextlib.ExitStack() as stack:
+    recorder = stack.enter_context(
+      contextlib.closing(
+        recorder_lib.Recorder(workdir, config, decode=tokenizer.decode)
+      )
+    )
+    experiment = _Experiment(config, workdir, tokenizer, recorder, stack)
     try:
       experiment.run()
       outcome = f'files: {workdir}'
@@ -109,6 +113,7 @@ class _Experiment:
     workdir: pathlib.Path,
     tokenizer: data.Tokenizer,
     recorder: recorder_lib.Recorder,
+    stack: contextlib.ExitStack,
   ) -> None:
     self._config = config
     self._train, self._held_out = workdir_lib.read_problems(
@@ -132,17 +137,22 @@ class _Experiment:
     self.trainer = _make_trainer(
       config, self._spec, params, tokenizer.pad_id, mesh, shardings
     )
-    engine = jax_engine.JaxEngine(
-      _decode_spec(config, self._spec, tokenizer), key=train_key
+    made = engines.make(
+      config,
+      self._spec,
+      tokenizer,
+      workdir,
+      stack,
+      train_key=train_key,
+      eval_key=eval_key,
+      mesh=mesh,
     )
-    self._evaluator = engine.fork(key=eval_key, keep_routing=False)
+    self._evaluator = made.evaluation
     self._eval_meter = compute.ComputeMeter()
-    device = jax.devices()[0]
-    self._store = weights_lib.WeightStore(device)
-    self._pinned = weights_lib.WeightStore(device)
+    self._store, self._pinned = made.store, made.pinned
     self._pacing = _make_pacing(config)
     self._producer = rollouts.RolloutProducer(
-      engine,
+      made.train,
       data.PromptSampler(
         self._train,
         seed=config.seed,
@@ -208,7 +218,7 @@ class _Experiment:
     self.recorder.on_evaluation(point, groups, self._held_out)
     seconds = time.monotonic() - start
     self._eval_meter = self._eval_meter.add(
-      evaluation_seconds=seconds,
+      evaluation_seconds=seconds * self._evaluator.num_devices,
       evaluation_tokens=sum(
         int(r.sampled.sum()) for g in groups for r in g.rollouts
       ),
@@ -365,35 +375,6 @@ def make_step(
     recipes.make(config.recipe, **config.recipe_args),
     mesh=mesh,
     num_microbatches=config.batch.num_microbatches,
-  )
-
-
-def _decode_spec(
-  config: config_lib.RunConfig,
-  spec: models.ModelSpec,
-  tokenizer: data.Tokenizer,
-) -> decode.DecodeSpec:
-  interruption = None
-  response_tokens = config.batch.max_tokens - config.data.max_prompt_tokens
-  if config.length.interrupt:
-    interruption = length_control.Interruption(
-      min_tokens=config.length.min_thinking_tokens,
-      max_tokens=config.length.max_thinking_tokens,
-      phrase_ids=tuple(tokenizer.encode(config.length.phrase)),
-      answer_tokens=config.length.answer_tokens,
-      end_ids=tokenization.end_of_thinking(tokenizer),
-    )
-    response_tokens = interruption.max_response_tokens
-  return decode.DecodeSpec(
-    model=spec,
-    num_slots=config.engine.num_slots,
-    prompt_tokens=config.data.max_prompt_tokens,
-    response_tokens=response_tokens,
-    steps_per_dispatch=config.engine.steps_per_dispatch,
-    temperature=config.engine.temperature,
-    stop_ids=tokenizer.stop_ids,
-    interruption=interruption,
-    record_routing=config.engine.replay_routing,
   )
 
 

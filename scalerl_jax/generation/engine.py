@@ -14,6 +14,10 @@ class Engine(Protocol):
     """Version of the weights that the next token is sampled with."""
 
   @property
+  def num_devices(self) -> int:
+    """Devices that generate, for device-hours."""
+
+  @property
   def num_in_flight(self) -> int:
     """Prompt visits submitted and not yet returned."""
 
@@ -36,6 +40,9 @@ class Engine(Protocol):
 
   def refresh_cache(self) -> None:
     """Recomputes the cache of running rollouts with the current weights."""
+
+  def metrics(self) -> dict[str, int | float]:
+    """Counts since the start, by name; {}: there is nothing to tell."""
 
   def state(self) -> dict[str, Any]:
     """Everything in flight, as nested dicts of JSON values and arrays."""

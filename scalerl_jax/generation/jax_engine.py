@@ -117,6 +117,11 @@ class JaxEngine:
     return self._version
 
   @property
+  def num_devices(self) -> int:
+    """One."""
+    return 1
+
+  @property
   def num_in_flight(self) -> int:
     """Prompt visits submitted and not yet returned."""
     return len(self._active)
@@ -195,6 +200,10 @@ class JaxEngine:
   def refresh_cache(self) -> None:
     """Recomputes the cache of running rollouts with the current weights."""
     self._state = self._refresh(self._params, self.spec, self._state)
+
+  def metrics(self) -> dict[str, int | float]:
+    """Nothing: what can go wrong here ends the run."""
+    return {}
 
   def state(self) -> dict[str, Any]:
     """Everything in flight; the cache is left out: load_state recomputes it."""

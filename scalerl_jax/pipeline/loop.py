@@ -111,9 +111,7 @@ class Loop:
     if self._pacing.publishes(version):
       self._store.publish(self._trainer.state.params, version)
     with self._generator.paused():
-      row['num_buffered'] = self._producer.num_buffered
-      row['epoch'] = self._producer.sampler.epoch
-      row['num_active_problems'] = self._producer.sampler.num_active
+      row |= self._producer.metrics()
       self._observer.on_update(version, row)
       self._observer.on_version(version)
       stops = interrupted.is_set() or self._trainer.has_diverged

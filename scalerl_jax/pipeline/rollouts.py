@@ -101,7 +101,10 @@ class RolloutProducer:
       return False
     for group in self._engine.step():
       self._finish(group)
-    self.meter = self.meter.add(generation_seconds=time.monotonic() - start)
+    seconds = time.monotonic() - start
+    self.meter = self.meter.add(
+      generation_seconds=seconds * self._engine.num_devices
+    )
     return True
 
   def select(self, version: int) -> list[records.RolloutGroup] | None:
@@ -132,6 +135,15 @@ class RolloutProducer:
         f' the bound of {self._pacing.lag_bound}'
       )
     return groups
+
+  def metrics(self) -> dict[str, int | float]:
+    """What the generator's side tells of itself, by name."""
+    return {
+      'num_buffered': self.num_buffered,
+      'epoch': self.sampler.epoch,
+      'num_active_problems': self.sampler.num_active,
+      **self._engine.metrics(),
+    }
 
   @property
   def num_buffered(self) -> int:

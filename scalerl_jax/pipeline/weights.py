@@ -1,4 +1,4 @@
-"""Hand-over of weights from the trainer to a generator in the same process."""
+"""Hand-over of weights from the trainer to the generator's side."""
 
 import threading
 from typing import Any, NamedTuple
@@ -17,13 +17,15 @@ class Weights(NamedTuple):
 class WeightStore:
   """Holds the newest published weights."""
 
-  def __init__(self, device: Any) -> None:
+  def __init__(self, device: Any, *, dtype: Any = None) -> None:
     """Starts empty.
 
     Args:
-      device: Where generators want the weights.
+      device: Where generators want the weights; None: where they are.
+      dtype: What they are cast to; None: they are left as they are.
     """
     self._device = device
+    self._dtype = dtype
     self._lock = threading.Lock()
     self._latest: Weights | None = None
 
@@ -34,8 +36,12 @@ class WeightStore:
       params: The trainer's parameters, on any devices.
       version: Updates that they contain.
     """
-    copy = jax.tree.map(jnp.copy, params)
-    weights = Weights(jax.device_put(copy, self._device), version)
+    copy = jax.tree.map(
+      lambda x: jnp.copy(x).astype(self._dtype or x.dtype), params
+    )
+    if self._device is not None:
+      copy = jax.device_put(copy, self._device)
+    weights = Weights(copy, version)
     with self._lock:
       self._latest = weights
 

@@ -1,0 +1,190 @@
+"""The generators of a configuration: one for training, one for evaluation."""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from scalerl_jax import config as config_lib
+from scalerl_jax import data
+from scalerl_jax import hf
+from scalerl_jax import length_control
+from scalerl_jax import models
+from scalerl_jax.build import tokenization
+from scalerl_jax.generation import decode
+from scalerl_jax.generation import jax_engine
+from scalerl_jax.generation.sglang import engine as sglang_engine
+from scalerl_jax.generation.sglang import transport
+from scalerl_jax.pipeline import weights
+
+# Not a field of the configuration, which is written to the run's directory.
+API_KEY = 'SCALERL_SGLANG_API_KEY'
+_RAM_DISK = pathlib.Path('/dev/shm')
+
+
+class Engines(NamedTuple):
+  """What generates, and how weights are handed over to it."""
+
+  train: Any
+  evaluation: Any
+  store: weights.WeightStore
+  pinned: weights.WeightStore  # Of an evaluation.
+
+
+def make(
+  config: config_lib.RunConfig,
+  spec: models.ModelSpec,
+  tokenizer: data.Tokenizer,
+  workdir: pathlib.Path,
+  stack: contextlib.ExitStack,
+  *,
+  train_key: jax.Array,
+  eval_key: jax.Array,
+  mesh: jax.sharding.Mesh | None,
+) -> Engines:
+  """Makes the generators of a run.
+
+  Args:
+    config: The configuration.
+    spec: The model.
+    tokenizer: Its tokenizer.
+    workdir: The run's directory.
+    stack: Closes them.
+    train_key: Sampling key in training.
+    eval_key: Sampling key in evaluation.
+    mesh: The trainer's; None: one device.
+
+  Returns:
+    The generators.
+
+  Raises:
+    config_lib.ConfigError: A package is missing.
+    fleet.FleetError: The servers cannot do what the run needs.
+  """
+  interruption = _interruption(config, tokenizer)
+  response_tokens = config.batch.max_tokens - config.data.max_prompt_tokens
+  if interruption is not None:
+    response_tokens = interruption.max_response_tokens
+  common = {
+    'num_slots': config.engine.num_slots,
+    'prompt_tokens': config.data.max_prompt_tokens,
+    'response_tokens': response_tokens,
+    'temperature': config.engine.temperature,
+    'stop_ids': tokenizer.stop_ids,
+    'interruption': interruption,
+  }
+  if config.engine.kind == 'jax':
+    engine = jax_engine.JaxEngine(
+      decode.DecodeSpec(
+        model=spec,
+        steps_per_dispatch=config.engine.steps_per_dispatch,
+        record_routing=config.engine.replay_routing,
+        **common,
+      ),
+      key=train_key,
+    )
+    stack.callback(engine.close)
+    device = jax.devices()[0]
+    return Engines(
+      train=engine,
+      evaluation=engine.fork(key=eval_key, keep_routing=False),
+      store=weights.WeightStore(device),
+      pinned=weights.WeightStore(device),
+    )
+  sampling = sglang_engine.SamplingSpec(vocab_size=spec.vocab_size, **common)
+  fleet = _fleet(config, spec, sampling, workdir, stack, mesh)
+  dtype = config.engine.sglang.weights_dtype
+  return Engines(
+    train=fleet,
+    evaluation=fleet.fork(seed=2 * config.seed + 1),
+    store=weights.WeightStore(None, dtype=dtype),
+    pinned=weights.WeightStore(None, dtype=dtype),
+  )
+
+
+def _fleet(
+  config: config_lib.RunConfig,
+  spec: models.ModelSpec,
+  sampling: sglang_engine.SamplingSpec,
+  workdir: pathlib.Path,
+  stack: contextlib.ExitStack,
+  mesh: jax.sharding.Mesh | None,
+) -> sglang_engine.SglangEngine:
+  try:
+    import aiohttp  # noqa: F401
+  except ImportError:
+    raise config_lib.ConfigError(
+      "engine.kind='sglang' needs aiohttp: pip install 'scalerl_jax[remote]'"
+    ) from None
+  servers = config.engine.sglang
+
+  def write(directory: pathlib.Path, params: Any) -> Any:
+    return hf.write_params(directory, params, spec, dtype=servers.weights_dtype)
+
+  engine = sglang_engine.SglangEngine(
+    sampling,
+    servers.addresses,
+    transport.DiskTransport(_weights_dir(config, workdir), write),
+    score=_score_fn(config, spec, mesh),
+    seed=2 * config.seed,
+    update=servers.update,
+    max_logp_diff=servers.max_logp_diff,
+    probe_s=servers.probe_s,
+    control_s=servers.control_s,
+    request_s=servers.request_s,
+    api_key=os.environ.get(API_KEY),
+  )
+  stack.callback(engine.close)
+  return engine
+
+
+def _weights_dir(
+  config: config_lib.RunConfig, workdir: pathlib.Path
+) -> pathlib.Path:
+  if config.engine.sglang.weights_dir:
+    return pathlib.Path(config.engine.sglang.weights_dir)
+  if not _RAM_DISK.is_dir():
+    return workdir / 'weights'
+  # The same for a run that is resumed, which takes over what was left there.
+  name = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()[:12]
+  return _RAM_DISK / f'scalerl-{name}'
+
+
+def _score_fn(
+  config: config_lib.RunConfig,
+  spec: models.ModelSpec,
+  mesh: jax.sharding.Mesh | None,
+) -> sglang_engine.Score:
+  policy = jax.jit(
+    models.make_policy_fn(
+      spec, temperature=config.engine.temperature, mesh=mesh
+    )
+  )
+
+  def score(params: Any, token_ids: np.ndarray) -> np.ndarray:
+    shape = (config.mesh.num_row_shards, len(token_ids))
+    tokens = np.broadcast_to(token_ids, shape)
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    segments = np.ones(shape, np.int32)
+    logp = policy(params, tokens, positions, segments).logp
+    return np.asarray(logp)[0, 1:]
+
+  return score
+
+
+def _interruption(
+  config: config_lib.RunConfig, tokenizer: data.Tokenizer
+) -> length_control.Interruption | None:
+  if not config.length.interrupt:
+    return None
+  return length_control.Interruption(
+    min_tokens=config.length.min_thinking_tokens,
+    max_tokens=config.length.max_thinking_tokens,
+    phrase_ids=tuple(tokenizer.encode(config.length.phrase)),
+    answer_tokens=config.length.answer_tokens,
+    end_ids=tokenization.end_of_thinking(tokenizer),
+  )

@@ -1,0 +1,1 @@
+"""Rollouts from a fleet of SGLang servers."""

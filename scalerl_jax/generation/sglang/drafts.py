@@ -1,0 +1,140 @@
+"""A rollout that grows by the answers of servers, and its interruption.
+
+A server samples up to a given number of tokens and then stops. So the thinking
+is asked for first, as many tokens as its budget; where it did not end by then,
+the phrase is appended and the answer is asked for, with the cache of the whole
+prefix. Where the thinking ended by itself on the way, the answer's budget
+counts from there: what is missing of it is asked for, what is too much is cut
+off, which leaves the rest as it would have been sampled under the limit.
+"""
+
+from collections.abc import Collection
+
+import numpy as np
+
+from scalerl_jax import length_control
+from scalerl_jax import records
+
+
+class RolloutDraft:
+  """One rollout, from its first request to its end."""
+
+  def __init__(
+    self,
+    *,
+    stop_ids: Collection[int],
+    max_tokens: int,
+    rule: length_control.Interruption | None = None,
+    budget: int = 0,
+  ) -> None:
+    """Starts empty.
+
+    Args:
+      stop_ids: Tokens that end a rollout where they are sampled.
+      max_tokens: Longest response; of no meaning with a rule.
+      rule: The interruption; None: there is none.
+      budget: Thinking tokens that the rule drew.
+    """
+    self._stop_ids = frozenset(stop_ids)
+    self._rule = rule
+    # Tokens up to here may be sampled before something must be decided.
+    self._limit = max_tokens if rule is None else budget
+    self._thinks = rule is not None
+    self._finish: records.FinishReason | None = None
+    self.token_ids: list[int] = []
+    self._logps: list[float] = []
+    self._versions: list[int] = []
+    self._sampled: list[bool] = []
+
+  @property
+  def num_wanted(self) -> int:
+    """Tokens that the next request may sample; 0: the rollout is complete."""
+    if self._finish is not None:
+      return 0
+    return self._limit - len(self.token_ids)
+
+  def append(
+    self,
+    token_ids: Collection[int],
+    logps: Collection[float],
+    versions: Collection[int],
+  ) -> None:
+    """Adds what a request brought, be it all that it was asked for or less.
+
+    Args:
+      token_ids: At most `num_wanted` sampled tokens.
+      logps: Log-prob of each.
+      versions: Version of the weights of each.
+
+    Raises:
+      ValueError: There are more than were asked for.
+    """
+    if len(token_ids) > self.num_wanted:
+      raise ValueError(
+        f'{len(token_ids)} tokens came where {self.num_wanted} were asked for'
+      )
+    self.token_ids += [int(t) for t in token_ids]
+    self._logps += [float(x) for x in logps]
+    self._versions += [int(v) for v in versions]
+    self._sampled += [True] * len(token_ids)
+    rule = self._rule
+    if self._thinks and rule is not None:
+      if end := _end_of_thinking(self.token_ids, rule):
+        self._thinks = False
+        self._limit = end + rule.answer_tokens
+        self._cut()
+      elif len(self.token_ids) == self._limit and not self._has_stopped:
+        self._force(rule)
+    if self._has_stopped:
+      self._finish = records.FinishReason.STOP
+    elif len(self.token_ids) == self._limit:
+      self._finish = records.FinishReason.LENGTH
+
+  def abandon(self) -> None:
+    """Gives the rollout up; what it holds is kept."""
+    self._finish = records.FinishReason.ABORTED
+
+  def rollout(self) -> records.Rollout:
+    """Returns the complete rollout."""
+    assert self._finish is not None
+    return records.Rollout(
+      token_ids=np.array(self.token_ids, np.int32),
+      logps=np.array(self._logps, np.float32),
+      policy_versions=np.array(self._versions, np.int32),
+      sampled=np.array(self._sampled, bool),
+      finish_reason=self._finish,
+    )
+
+  @property
+  def _has_stopped(self) -> bool:
+    return (
+      bool(self.token_ids)
+      and self._sampled[-1]
+      and self.token_ids[-1] in self._stop_ids
+    )
+
+  def _cut(self) -> None:
+    for column in (self.token_ids, self._logps, self._versions, self._sampled):
+      del column[self._limit :]
+
+  def _force(self, rule: length_control.Interruption) -> None:
+    n = len(rule.phrase_ids)
+    self.token_ids += rule.phrase_ids
+    self._logps += [0.0] * n
+    self._versions += [self._versions[-1]] * n
+    self._sampled += [False] * n
+    self._thinks = False
+    self._limit = len(self.token_ids) + rule.answer_tokens
+
+
+def _end_of_thinking(
+  tokens: list[int], rule: length_control.Interruption
+) -> int:
+  """Counts the tokens up to and with the first `end_ids`; 0: none came."""
+  end_ids = rule.end_ids or (rule.phrase_ids[-1:],)
+  n = len(end_ids)
+  for end in range(n, len(tokens) + 1):
+    latest = zip(tokens[end - n : end], end_ids, strict=True)
+    if all(token in ids for token, ids in latest):
+      return end
+  return 0
