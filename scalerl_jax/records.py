@@ -190,3 +190,23 @@ def group_from_state(state: dict[str, Any]) -> RolloutGroup:
     rollouts=tuple(rollout_from_state(r) for r in state['rollouts']),
     admitted_version=state['admitted_version'],
   )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+  """A tensor of a file of weights.
+
+  Attributes:
+    name: In the checkpoint: 'model.norm.weight'.
+    file: Name of the file that holds it, in the layout of safetensors.
+    dtype: As safetensors says it: 'BF16'.
+    shape: Of the tensor, () of a scalar.
+    checksum: The first 16 hexadecimal digits of the SHA-256 of its stored
+      bytes; None: it was not asked for.
+  """
+
+  name: str
+  file: str
+  dtype: str
+  shape: tuple[int, ...]
+  checksum: str | None

@@ -42,7 +42,13 @@ _LAYERS = {
   'build': 6,
 }
 # Namespaces: importing a module of theirs runs nothing.
-_NAMESPACES = ('', 'generation', 'reporting', 'pipeline')
+_NAMESPACES = (
+  '',
+  'generation',
+  'generation.sglang',
+  'reporting',
+  'pipeline',
+)
 # Layer 4 knows its neighbours, and layer 5 knows it, through these alone.
 _PROTOCOLS = ('generation.engine', 'data.tokenizer')
 # Neighbours that are known all the same.

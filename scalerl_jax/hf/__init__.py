@@ -7,6 +7,7 @@ from scalerl_jax.hf.gguf import convert_gguf as convert_gguf
 from scalerl_jax.hf.reading import load_params as load_params
 from scalerl_jax.hf.reading import read_config as read_config
 from scalerl_jax.hf.writing import save_params as save_params
+from scalerl_jax.hf.writing import write_params as write_params
 
 __all__ = (
   'HfError',
@@ -16,4 +17,5 @@ __all__ = (
   'read_config',
   'save_params',
   'spec_from_hf',
+  'write_params',
 )

@@ -5,6 +5,7 @@ import itertools
 import math
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from scalerl_jax import models
@@ -101,14 +102,14 @@ class Tensor(NamedTuple):
       ours = np.concatenate([ours[..., ::2], ours[..., 1::2]], axis=-1)
     return ours
 
-  def to_stored(self, ours: np.ndarray) -> np.ndarray:
+  def to_stored(self, ours: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
     """Turns all of ours into the tensor, or into its part of it."""
     if self.paired:
-      halves = np.split(ours, 2, axis=-1)
-      ours = np.stack(halves, axis=-1).reshape(ours.shape)
+      halves = ours.reshape(*ours.shape[:-1], 2, -1)
+      ours = halves.swapaxes(-1, -2).reshape(ours.shape)
     if not self.inputs:
       return ours.reshape(self._own_shape)
-    return np.ascontiguousarray(ours.reshape(self._own_shape[::-1]).T)
+    return ours.reshape(self._own_shape[::-1]).T
 
   @property
   def _own_shape(self) -> tuple[int, ...]:

@@ -1,19 +1,25 @@
 """Checkpoints out: a directory that `transformers` and SGLang load as it is."""
 
-from collections.abc import Callable, Mapping, Sequence
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+import contextlib
+import functools
+import hashlib
 import itertools
 import json
 import math
 import os
 import pathlib
 import shutil
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from scalerl_jax import models
+from scalerl_jax import records
 from scalerl_jax.hf import configs
 from scalerl_jax.hf import errors
 from scalerl_jax.hf import keys
@@ -21,6 +27,9 @@ from scalerl_jax.hf import reading
 
 _STORED = {'float32': 'F32', 'bfloat16': 'BF16'}
 _MAX_FILE_BYTES = 5 * 10**9
+_AHEAD = 2
+# What an SGLang server on a CPU says of its weights.
+_CHECKSUM_DIGITS = 16
 # Of a tokenizer and of generation, which no training changes.
 _COPIED = (
   'tokenizer.json',
@@ -42,6 +51,9 @@ _KEPT = (
   'pad_token_id',
 )
 
+_Put = Callable[[memoryview], object]
+OpenFile = Callable[[str, int], contextlib.AbstractContextManager[_Put]]
+
 
 def save_params(
   directory: str | os.PathLike[str],
@@ -54,7 +66,7 @@ def save_params(
 ) -> None:
   """Writes a checkpoint; the directory appears whole or not at all.
 
-  Tensors are fetched from the devices one at a time.
+  Tensors are fetched from the devices one after another, a few at a time.
 
   Args:
     directory: Does not exist yet.
@@ -70,18 +82,7 @@ def save_params(
     HfError: The directory exists, or the dtype or the model cannot be stored.
     OSError: It cannot be written; nothing is left of it.
   """
-
-  def stored(tensor: keys.Tensor) -> np.ndarray:
-    value = params
-    for name in tensor.path.split('/'):
-      value = value[name]
-    return tensor.to_stored(np.asarray(jax.device_get(value[tensor.at])))
-
-  more, origin = {}, pathlib.Path(source or '')
-  if source is not None and (origin / 'config.json').is_file():
-    config = reading.read_config(origin)
-    config = {**config.get('text_config', {}), **config}
-    more = {name: config[name] for name in _KEPT if name in config}
+  origin = pathlib.Path(source or '')
 
   def copy(part: pathlib.Path) -> None:
     for name in _COPIED:
@@ -90,18 +91,67 @@ def save_params(
 
   write(
     directory,
-    stored,
+    _fetcher(params, dtype),
     spec,
     dtype=dtype,
-    more=more,
+    more=_more(source),
     finish=copy,
     max_file_bytes=max_file_bytes,
   )
 
 
+def write_params(
+  open_file: OpenFile,
+  params: Any,
+  spec: models.ModelSpec,
+  *,
+  dtype: str = 'bfloat16',
+  source: str | os.PathLike[str] | None = None,
+  checksums: bool = True,
+  max_file_bytes: int = _MAX_FILE_BYTES,
+) -> list[records.StoredTensor]:
+  """Writes weights and `config.json` into files that the caller opens.
+
+  Tensors are cast and laid out as they are stored on the devices, and fetched
+  one after another: while one is written, the next two are fetched and their
+  checksums taken. The host never holds more of the model than these three.
+
+  Args:
+    open_file: Opens a file of a name that will get so many bytes; what its
+      context gives takes them in order.
+    params: The parameter pytree, blocks stacked; not donated before this
+      returns.
+    spec: The model.
+    dtype: `float32` or `bfloat16`, of the stored weights.
+    source: A checkpoint whose `config.json` says what no specification does, of
+      the context and of special tokens; None: that is left out.
+    checksums: Whether they are taken; SHA-256 is slower than the rest.
+    max_file_bytes: Weights of a file; a larger model is written in several,
+      with an index.
+
+  Returns:
+    The tensors, in the order of the files.
+
+  Raises:
+    HfError: The dtype or the model cannot be stored.
+    OSError: A file cannot be written.
+  """
+  config = _config(spec, dtype, _more(source))
+  written = _write_weights(
+    open_file,
+    _fetcher(params, dtype),
+    spec,
+    dtype=dtype,
+    checksums=checksums,
+    max_file_bytes=max_file_bytes,
+  )
+  _write_json(open_file, 'config.json', config)
+  return written
+
+
 def write(
   directory: str | os.PathLike[str],
-  stored: Callable[[keys.Tensor], np.ndarray],
+  stored: Callable[[keys.Tensor], np.ndarray | jax.Array],
   spec: models.ModelSpec,
   *,
   dtype: str,
@@ -109,12 +159,12 @@ def write(
   finish: Callable[[pathlib.Path], None],
   max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
-  """Writes a checkpoint from tensors that are fetched one at a time.
+  """Writes a checkpoint from tensors that are fetched one after another.
 
   Args:
     directory: Does not exist yet.
     stored: Fetches a tensor, or its part, as it is stored, in any floating
-      dtype.
+      dtype; or starts to, where it gives an array of a device.
     spec: The model.
     dtype: `float32` or `bfloat16`, of the stored weights.
     more: Fields of `config.json` beside those of the specification.
@@ -128,15 +178,29 @@ def write(
   target = pathlib.Path(directory)
   if target.exists():
     raise errors.HfError(f'{target}: exists; give a new directory')
-  if dtype not in _STORED:
-    raise errors.HfError(f'dtype={dtype!r} must be one of {tuple(_STORED)}')
-  config = {**more, **configs.config_from_spec(spec, dtype=dtype)}
+  config = _config(spec, dtype, more)
   part = target.with_name(f'{target.name}.part')
   shutil.rmtree(part, ignore_errors=True)
   part.mkdir(parents=True)
+
+  @contextlib.contextmanager
+  def open_file(name: str, num_bytes: int) -> Iterator[_Put]:
+    del num_bytes
+    with (part / name).open('wb') as file:
+      yield file.write
+      file.flush()
+      os.fsync(file.fileno())
+
   try:
-    _write_weights(part, stored, spec, dtype, max_file_bytes)
-    _write_json(part / 'config.json', config)
+    _write_weights(
+      open_file,
+      stored,
+      spec,
+      dtype=dtype,
+      checksums=False,
+      max_file_bytes=max_file_bytes,
+    )
+    _write_json(open_file, 'config.json', config)
     finish(part)
     part.rename(target)
   except BaseException:
@@ -144,13 +208,58 @@ def write(
     raise
 
 
-def _write_weights(
-  directory: pathlib.Path,
-  stored: Callable[[keys.Tensor], np.ndarray],
-  spec: models.ModelSpec,
+def _config(
+  spec: models.ModelSpec, dtype: str, more: Mapping[str, Any]
+) -> dict[str, Any]:
+  if dtype not in _STORED:
+    raise errors.HfError(f'dtype={dtype!r} must be one of {tuple(_STORED)}')
+  return {**more, **configs.config_from_spec(spec, dtype=dtype)}
+
+
+def _more(source: str | os.PathLike[str] | None) -> dict[str, Any]:
+  """What a checkpoint's `config.json` says that no specification does."""
+  origin = pathlib.Path(source or '')
+  if source is None or not (origin / 'config.json').is_file():
+    return {}
+  config = reading.read_config(origin)
+  config = {**config.get('text_config', {}), **config}
+  return {name: config[name] for name in _KEPT if name in config}
+
+
+@functools.partial(jax.jit, static_argnames=('tensor', 'dtype'))
+def _stored(
+  array: jax.Array,
+  at: tuple[jax.Array, ...],
+  *,
+  tensor: keys.Tensor,
   dtype: str,
+) -> jax.Array:
+  return jnp.asarray(tensor.to_stored(array[at].astype(dtype)))
+
+
+def _fetcher(params: Any, dtype: str) -> Callable[[keys.Tensor], jax.Array]:
+  def fetch(tensor: keys.Tensor) -> jax.Array:
+    value = params
+    for name in tensor.path.split('/'):
+      value = value[name]
+    # One program for all layers and experts.
+    kind = tensor._replace(at=(), name='', path='')
+    array = _stored(value, tensor.at, tensor=kind, dtype=dtype)
+    array.copy_to_host_async()
+    return array
+
+  return fetch
+
+
+def _write_weights(
+  open_file: OpenFile,
+  stored: Callable[[keys.Tensor], np.ndarray | jax.Array],
+  spec: models.ModelSpec,
+  *,
+  dtype: str,
+  checksums: bool,
   max_file_bytes: int,
-) -> None:
+) -> list[records.StoredTensor]:
   itemsize = jnp.dtype(dtype).itemsize
   # A tensor of the file is one or more parts.
   files: list[list[list[keys.Tensor]]] = [[]]
@@ -163,30 +272,43 @@ def _write_weights(
       room = max_file_bytes
     files[-1].append(parts)
     room -= size
-  weight_map: dict[str, str] = {}
+  written = []
   for i, tensors in enumerate(files, start=1):
     name = 'model.safetensors'
     if len(files) > 1:
       name = f'model-{i:05d}-of-{len(files):05d}.safetensors'
-    weight_map |= {parts[0].name: name for parts in tensors}
-    with (directory / name).open('wb') as file:
-      _write_file(file, tensors, stored, dtype)
-      file.flush()
-      os.fsync(file.fileno())
+    header, num_bytes = _header(tensors, dtype)
+    with open_file(name, len(header) + num_bytes) as put:
+      put(memoryview(header))
+      bytes_of = _fetched(tensors, stored, dtype, checksums)
+      for parts, (data, checksum) in zip(tensors, bytes_of, strict=True):
+        put(data)
+        written.append(
+          records.StoredTensor(
+            name=parts[0].name,
+            file=name,
+            dtype=_STORED[dtype],
+            shape=parts[0].stored_shape,
+            checksum=checksum,
+          )
+        )
   if len(files) > 1:
     total = itemsize * models.num_parameters(spec)
     _write_json(
-      directory / 'model.safetensors.index.json',
-      {'metadata': {'total_size': total}, 'weight_map': weight_map},
+      open_file,
+      'model.safetensors.index.json',
+      {
+        'metadata': {'total_size': total},
+        'weight_map': {t.name: t.file for t in written},
+      },
     )
+  return written
 
 
-def _write_file(
-  file: BinaryIO,
-  tensors: Sequence[Sequence[keys.Tensor]],
-  stored: Callable[[keys.Tensor], np.ndarray],
-  dtype: str,
-) -> None:
+def _header(
+  tensors: Sequence[Sequence[keys.Tensor]], dtype: str
+) -> tuple[bytes, int]:
+  """The head of a file, and the bytes that follow it."""
   # The library's own writer holds all tensors of a file at once.
   header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
   end = 0
@@ -200,15 +322,40 @@ def _write_file(
     }
   text = json.dumps(header, separators=(',', ':')).encode()
   text += b' ' * (-len(text) % 8)
-  file.write(len(text).to_bytes(8, 'little') + text)
-  for parts in tensors:
-    values = [stored(p).astype(dtype, copy=False) for p in parts]
+  return len(text).to_bytes(8, 'little') + text, end
+
+
+def _fetched(
+  tensors: Iterable[Sequence[keys.Tensor]],
+  stored: Callable[[keys.Tensor], np.ndarray | jax.Array],
+  dtype: str,
+  checksums: bool,
+) -> Iterator[tuple[memoryview, str | None]]:
+  """Bytes and checksum of each tensor; two are on their way meanwhile."""
+
+  def finish(
+    arrays: list[np.ndarray | jax.Array],
+  ) -> tuple[memoryview, str | None]:
+    values = [np.asarray(a).astype(dtype, copy=False) for a in arrays]
     value = values[0] if len(values) == 1 else np.concatenate(values, axis=-1)
-    file.write(value.reshape(-1).view(np.uint8).data)
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    if not checksums:
+      return data, None
+    return data, hashlib.sha256(data).hexdigest()[:_CHECKSUM_DIGITS]
+
+  with futures.ThreadPoolExecutor(max_workers=_AHEAD) as pool:
+    waiting: collections.deque[futures.Future] = collections.deque()
+    for parts in tensors:
+      # Programs of several devices are started by one thread, else two may
+      # wait for one another.
+      waiting.append(pool.submit(finish, [stored(part) for part in parts]))
+      if len(waiting) > _AHEAD:
+        yield waiting.popleft().result()
+    while waiting:
+      yield waiting.popleft().result()
 
 
-def _write_json(path: pathlib.Path, value: Any) -> None:
-  with path.open('w', encoding='utf-8') as file:
-    json.dump(value, file, indent=2)
-    file.flush()
-    os.fsync(file.fileno())
+def _write_json(open_file: OpenFile, name: str, value: Any) -> None:
+  text = json.dumps(value, indent=2).encode()
+  with open_file(name, len(text)) as put:
+    put(memoryview(text))
