@@ -69,7 +69,7 @@ def make(
   response_tokens = config.batch.max_tokens - config.data.max_prompt_tokens
   if interruption is not None:
     response_tokens = interruption.max_response_tokens
-  common = {
+  common: dict[str, Any] = {
     'num_slots': config.engine.num_slots,
     'prompt_tokens': config.data.max_prompt_tokens,
     'response_tokens': response_tokens,
@@ -122,8 +122,8 @@ def _fleet(
     ) from None
   servers = config.engine.sglang
 
-  def write(directory: pathlib.Path, params: Any) -> Any:
-    return hf.write_params(directory, params, spec, dtype=servers.weights_dtype)
+  def write(open_file: Any, params: Any) -> Any:
+    return hf.write_params(open_file, params, spec, dtype=servers.weights_dtype)
 
   engine = sglang_engine.SglangEngine(
     sampling,

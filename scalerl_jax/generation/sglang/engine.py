@@ -28,6 +28,9 @@ _STEP_S = 0.05  # How long a step waits for a group.
 _CHECK_TOKENS = 16
 _CHECK_PROMPTS = 4
 _BACKOFF_S = 1.0
+# Servers fill these up with rows to a multiple, so that their bytes are others.
+_OF_VOCABULARY = ('model.embed_tokens.weight', 'lm_head.weight')
+_VOCABULARY_MULTIPLE = 64
 
 T = TypeVar('T')
 # (params, token ids) → log-prob of each token but the first, at the sampling
@@ -189,6 +192,10 @@ class SglangEngine:
     return other
 
   @property
+  def _pads_vocabulary(self) -> bool:
+    return self.spec.vocab_size % _VOCABULARY_MULTIPLE != 0
+
+  @property
   def _fleet(self) -> fleet_lib.Fleet:
     return self._connection.fleet
 
@@ -299,11 +306,13 @@ class SglangEngine:
     while True:
       try:
         published = self._transport.publish(params, version)
-        self._connection.call(
-          self._fleet.push(
-            fleet_lib.Weights(version, published.directory, published.checksums)
-          )
-        )
+        sums = {
+          name: value
+          for name, value in published.checksums.items()
+          if not (self._pads_vocabulary and name in _OF_VOCABULARY)
+        }
+        weights = fleet_lib.Weights(version, published.directory, sums)
+        self._connection.call(self._fleet.push(weights))
         break
       except (OSError, fleet_lib.FleetError) as error:
         if isinstance(error, OSError):
