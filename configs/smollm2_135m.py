@@ -35,9 +35,21 @@ _MAX_PROMPT_TOKENS = 48
 _MAX_RESPONSE_TOKENS = 24
 
 
-def get_config() -> ml_collections.ConfigDict:
-  """Returns the configuration."""
-  return ml_collections.ConfigDict(
+def get_config(variant: str = 'jax') -> ml_collections.ConfigDict:
+  """Returns the configuration of a variant.
+
+  Args:
+    variant: `jax`, the embedded engine, or `sglang`, a server on this CPU.
+
+  Returns:
+    The configuration.
+
+  Raises:
+    ValueError: The variant is unknown.
+  """
+  if variant not in ('jax', 'sglang'):
+    raise ValueError(f"variant {variant!r} must be 'jax' or 'sglang'")
+  config = ml_collections.ConfigDict(
     {
       'seed': 0,
       'num_updates': 40,
@@ -91,3 +103,24 @@ def get_config() -> ml_collections.ConfigDict:
       'reporting': {'plots': True, 'tensorboard': True, 'num_samples': 8},
     }
   )
+  if variant == 'sglang':
+    config.engine.update(
+      {
+        'kind': 'sglang',
+        'start_servers': True,
+        'sglang': {
+          'addresses': (),
+          'python': '.sglang/bin/python',
+          'device': 'cpu',
+          'max_total_tokens': 16384,
+          'weights_dtype': 'float32',
+          'max_logp_diff': 1e-3,
+        },
+      }
+    )
+    # Half a batch, and as far ahead as a server gets in the meantime.
+    config.batch.update({'prompts': 4, 'num_microbatches': 2})
+    config.pipeline.update(
+      {'schedule': 'threads', 'lockstep_lead': 0, 'max_lag': 2}
+    )
+  return config
