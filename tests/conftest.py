@@ -1,5 +1,8 @@
 """Strict settings for the whole suite: every test runs under them."""
 
+import os
+import pathlib
+
 from jaxtyping import install_import_hook
 
 # Before anything imports the package, so that every signature is checked.
@@ -37,3 +40,16 @@ def quick_compilation():
   jax.config.update('jax_disable_most_optimizations', False)
   # Else other modules would run them, with sums in another order.
   jax.clear_caches()
+
+
+@pytest.fixture(scope='session')
+def sglang_python():
+  """Interpreter of an environment with SGLang; without one, tests skip."""
+  given = os.environ.get('SCALERL_SGLANG_PYTHON')
+  here = pathlib.Path(__file__).parents[1] / '.sglang' / 'bin' / 'python'
+  if not given and not here.exists():
+    pytest.skip(
+      'NOT RUN, no SGLang server: python launch/serve.py --install_cpu=.sglang'
+      ' makes one, or SCALERL_SGLANG_PYTHON names the python of another'
+    )
+  return given or str(here)
