@@ -8,8 +8,10 @@ counts from there: what is missing of it is asked for, what is too much is cut
 off, which leaves the rest as it would have been sampled under the limit.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from jaxtyping import Float
+from jaxtyping import Int
 import numpy as np
 
 from scalerl_jax import length_control
@@ -55,9 +57,9 @@ class RolloutDraft:
 
   def append(
     self,
-    token_ids: Collection[int],
-    logps: Collection[float],
-    versions: Collection[int],
+    token_ids: Int[np.ndarray, ' N'],
+    logps: Float[np.ndarray, ' N'],
+    versions: Sequence[int],
   ) -> None:
     """Adds what a request brought, be it all that it was asked for or less.
 
@@ -73,9 +75,9 @@ class RolloutDraft:
       raise ValueError(
         f'{len(token_ids)} tokens came where {self.num_wanted} were asked for'
       )
-    self.token_ids += [int(t) for t in token_ids]
-    self._logps += [float(x) for x in logps]
-    self._versions += [int(v) for v in versions]
+    self.token_ids += token_ids.tolist()
+    self._logps += logps.tolist()
+    self._versions += versions
     self._sampled += [True] * len(token_ids)
     rule = self._rule
     if self._thinks and rule is not None:

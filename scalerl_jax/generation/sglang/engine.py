@@ -28,9 +28,6 @@ _STEP_S = 0.05  # How long a step waits for a group.
 _CHECK_TOKENS = 16
 _CHECK_PROMPTS = 4
 _BACKOFF_S = 1.0
-# Servers fill these up with rows to a multiple, so that their bytes are others.
-_OF_VOCABULARY = ('model.embed_tokens.weight', 'lm_head.weight')
-_VOCABULARY_MULTIPLE = 64
 
 T = TypeVar('T')
 # (params, token ids) → log-prob of each token but the first, at the sampling
@@ -192,10 +189,6 @@ class SglangEngine:
     return other
 
   @property
-  def _pads_vocabulary(self) -> bool:
-    return self.spec.vocab_size % _VOCABULARY_MULTIPLE != 0
-
-  @property
   def _fleet(self) -> fleet_lib.Fleet:
     return self._connection.fleet
 
@@ -305,18 +298,9 @@ class SglangEngine:
     start, wait = time.monotonic(), _BACKOFF_S
     while True:
       try:
-        published = self._transport.publish(params, version)
-        sums = {
-          name: value
-          for name, value in published.checksums.items()
-          if not (self._pads_vocabulary and name in _OF_VOCABULARY)
-        }
-        weights = fleet_lib.Weights(version, published.directory, sums)
-        self._connection.call(self._fleet.push(weights))
+        self._push(params, version)
         break
       except (OSError, fleet_lib.FleetError) as error:
-        if isinstance(error, OSError):
-          self._fleet.counts.pushes_failed += 1
         elapsed = time.monotonic() - start
         if elapsed + wait > self._connection.deadline_s:
           raise fleet_lib.FleetError(
@@ -329,6 +313,22 @@ class SglangEngine:
     if not self._connection.checked:
       self._check(params)
       self._connection.checked = True
+
+  def _push(self, params: Any, version: int) -> None:
+    try:
+      published = self._transport.publish(params, version)
+    except OSError:
+      self._fleet.counts.pushes_failed += 1
+      raise
+    weights = fleet_lib.Weights(
+      version, published.directory, published.checksums
+    )
+    try:
+      self._connection.call(self._fleet.push(weights))
+    except fleet_lib.FleetError:
+      # Else the next attempt would be written over the last good version.
+      self._transport.discard(published)
+      raise
 
   def refresh_cache(self) -> None:
     """Recomputes the cache of running rollouts with the current weights."""

@@ -15,7 +15,7 @@ request that begins after a push meets a cache of before it.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import contextlib
 import dataclasses
 import logging
@@ -95,7 +95,6 @@ class _Server:
     self.gone = asyncio.Event()
     self.look: asyncio.Future[str] | None = None
     self.is_misfit = False
-    self.on_cpu = False
     self.num_devices = 1
     self.reason = ''
     self.paused_s = 0.0
@@ -136,6 +135,10 @@ class Fleet:
     self._weights: Weights | None = None  # That servers are given.
     self._version = -1
     self._num_pushes = 0
+    # Tensors that servers hold as they were written: not fused, padded or
+    # hashed in another way. Found at the first push, whose weights the engine
+    # proves by their log-probs.
+    self._comparable: set[str] | None = None
     # Tag → what the first server to load the weights had for checksums.
     self._sums: dict[str, dict[str, str]] = {}
     self._num_requests = 0
@@ -386,7 +389,6 @@ class Fleet:
       info = await server.client.info(deadline_s=self._probe_s)
     except client_lib.UnavailableError as error:
       return str(error)
-    server.on_cpu = info.get('device') == 'cpu'
     sizes = (info.get(f'{axis}_size') for axis in ('tp', 'dp', 'pp'))
     server.num_devices = math.prod(size or 1 for size in sizes)
     problem = _misfit(info, self._context_tokens)
@@ -432,13 +434,16 @@ class Fleet:
       flush_cache=self._update == 'retract',
     )
     sums = await server.client.checksums()
-    if server.on_cpu:
-      held = {name.partition('/')[2]: value for name, value in sums.items()}
-      if wrong := _differences(held, weights.checksums):
-        raise client_lib.UnavailableError(
-          f'{server.address} does not hold what was written: {wrong}'
-        )
-    if wrong := _differences(sums, self._sums.setdefault(tag, sums)):
+    held = {name.partition('/')[2]: value for name, value in sums.items()}
+    if self._comparable is None:
+      same = held.items() & weights.checksums.items()
+      self._comparable = {name for name, _ in same}
+    if wrong := _differences(held, weights.checksums, self._comparable):
+      raise client_lib.UnavailableError(
+        f'{server.address} does not hold what was written: {wrong}'
+      )
+    first = self._sums.setdefault(tag, sums)
+    if wrong := _differences(sums, first, first.keys() | sums.keys()):
       raise client_lib.UnavailableError(
         f'{server.address} does not hold what the first server does: {wrong}'
       )
@@ -493,8 +498,10 @@ def _misfit(info: Mapping[str, Any], context_tokens: int) -> str:
   return ''
 
 
-def _differences(held: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-  """Names tensors of both whose checksums differ; '': none does."""
-  wrong = [n for n in held.keys() & wanted.keys() if held[n] != wanted[n]]
+def _differences(
+  held: Mapping[str, str], wanted: Mapping[str, str], names: Collection[str]
+) -> str:
+  """Says which of the tensors have other checksums; '': none has."""
+  wrong = sorted(n for n in names if held.get(n) != wanted.get(n))
   more = f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''
-  return ', '.join(sorted(wrong)[:3]) + more
+  return ', '.join(wrong[:3]) + more

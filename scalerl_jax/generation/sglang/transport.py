@@ -25,7 +25,7 @@ import pathlib
 import re
 import shutil
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -81,6 +81,7 @@ class Manifest:
   tensors: tuple[records.StoredTensor, ...]
 
 
+@runtime_checkable
 class WeightTransport(Protocol):
   """Brings weights to where servers can load them."""
 
@@ -93,6 +94,14 @@ class WeightTransport(Protocol):
 
     Returns:
       Where they are.
+    """
+    ...
+
+  def discard(self, published: Published) -> None:
+    """Gives up a version that servers could not load, in favour of older ones.
+
+    Args:
+      published: From `publish`.
     """
     ...
 
@@ -196,6 +205,17 @@ class DiskTransport:
       },
     )
 
+  def discard(self, published: Published) -> None:
+    """Makes a version the next one to be written over.
+
+    Args:
+      published: From `publish`.
+    """
+    for slot in list(self._slots):
+      if slot.path == published.directory:
+        self._slots.remove(slot)
+        self._slots.appendleft(slot)
+
   def close(self) -> None:
     """Removes the versions; the directory too if nothing else is in it."""
     while self._slots:
@@ -210,7 +230,7 @@ class _Slot:
   """A directory whose files are overwritten in place."""
 
   def __init__(self, path: pathlib.Path) -> None:
-    self._path = path
+    self.path = path
     self._maps: dict[str, _Map] = {}
     self._sizes: dict[str, int] = {}
 
@@ -220,13 +240,13 @@ class _Slot:
       self.move(path)
     except FileNotFoundError:  # It is new, or somebody removed it.
       self._maps.clear()
-      self._path = path
+      self.path = path
       path.mkdir()
     (path / _MANIFEST).unlink(missing_ok=True)
 
   def move(self, path: pathlib.Path) -> None:
-    self._path.rename(path)
-    self._path = path
+    self.path.rename(path)
+    self.path = path
 
   @contextlib.contextmanager
   def open_file(self, name: str, num_bytes: int) -> Iterator[_Put]:
@@ -248,7 +268,7 @@ class _Slot:
     self._sizes[name] = num_bytes
 
   def _mapped(self, name: str, num_bytes: int) -> np.ndarray:
-    path = self._path / name
+    path = self.path / name
     try:
       with path.open('r+b' if path.exists() else 'x+b') as file:
         found = os.fstat(file.fileno())
@@ -270,24 +290,24 @@ class _Slot:
     self, version: int, tensors: Sequence[records.StoredTensor]
   ) -> Manifest:
     # A server loads every file of weights that it finds.
-    for path in self._path.iterdir():
+    for path in self.path.iterdir():
       if path.name not in self._sizes:
         self._maps.pop(path.name, None)
         path.unlink()
     for name in self._sizes:
-      _sync(self._path / name)
+      _sync(self.path / name)
     manifest = Manifest(
       version=version, files=self._sizes, tensors=tuple(tensors)
     )
-    path = self._path / _MANIFEST
+    path = self.path / _MANIFEST
     path.write_text(json.dumps(dataclasses.asdict(manifest)), encoding='utf-8')
     _sync(path)
-    _sync(self._path)
+    _sync(self.path)
     return manifest
 
   def remove(self) -> None:
     self._maps.clear()
-    shutil.rmtree(self._path, ignore_errors=True)
+    shutil.rmtree(self.path, ignore_errors=True)
 
 
 class _Map(NamedTuple):

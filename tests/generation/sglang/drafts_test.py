@@ -18,6 +18,13 @@ RULE = length_control.Interruption(
 LONG_END = dataclasses.replace(RULE, end_ids=((4, 5), (6,)))
 
 
+def append(draft, tokens, *, version=0):
+  n = len(tokens)
+  draft.append(
+    np.array(tokens, np.int32), np.full(n, -0.5, np.float32), [version] * n
+  )
+
+
 def played(rule, budget, policy, *, chunk=100, max_tokens=20):
   """Serves a draft from what the policy would sample, `chunk` at a time."""
   draft = drafts.RolloutDraft(
@@ -31,7 +38,7 @@ def played(rule, budget, policy, *, chunk=100, max_tokens=20):
     if STOP in given:
       given = given[: given.index(STOP) + 1]
     assert given, 'it asked for more than the policy has'
-    draft.append(given, [-0.5] * len(given), [len(asked)] * len(given))
+    append(draft, given, version=len(asked))
     sampled = sum(draft._sampled)
   return draft.rollout(), asked
 
@@ -88,7 +95,7 @@ def test_k08_what_was_aborted_goes_on_with_what_it_has():
 
 def test_an_abandoned_rollout_keeps_what_it_has():
   draft = drafts.RolloutDraft(stop_ids=(STOP,), max_tokens=6)
-  draft.append([2, 4], [-0.1, -0.2], [0, 0])
+  append(draft, [2, 4])
   draft.abandon()
   assert draft.num_wanted == 0
   assert draft.rollout().finish_reason is records.FinishReason.ABORTED
@@ -98,4 +105,4 @@ def test_an_abandoned_rollout_keeps_what_it_has():
 def test_more_tokens_than_were_asked_for_are_refused():
   draft = drafts.RolloutDraft(stop_ids=(STOP,), max_tokens=2)
   with pytest.raises(ValueError, match='3 tokens came where 2'):
-    draft.append([2, 2, 2], [-0.1] * 3, [0] * 3)
+    append(draft, [2, 2, 2])
