@@ -8,6 +8,7 @@ import pytest
 from scipy import optimize
 
 from scalerl_jax import curves
+from scalerl_jax.curves import importance
 from tests.curves import paper_data
 
 _SERIES = tuple(paper_data.params())
@@ -57,7 +58,9 @@ _EXACT = {
 
 
 @pytest.mark.parametrize('name', _EXACT)
-def test_a_thousand_random_curves_are_found_exactly(name):
+def test_a_thousand_random_curves_are_found_exactly(monkeypatch, name):
+  # Draws, which exact points make six rounds of, do not move the parameters.
+  monkeypatch.setattr(importance, '_ROUNDS', 1)
   rng = np.random.default_rng(5)
   for _ in range(1000):
     r0, a = rng.uniform(0.0, 0.35), rng.uniform(0.4, 0.98)
@@ -196,7 +199,7 @@ def test_posterior_agrees_with_brute_force(x, r0_std):
   prior = curves.Prior(r0_std=r0_std)
   got = curves.fit(x, y, r0=0.3, weights=np.ones(24), prior=prior)
   fineness = 1 if r0_std else 2
-  starts = 0.3 + np.linspace(-3.5, 3.5, 25) * r0_std if r0_std else [0.3]
+  starts = 0.3 + np.linspace(-3.5, 3.5, 15) * r0_std if r0_std else [0.3]
   a = np.linspace(starts[-1] + 0.01, 0.995, 60 * fineness)
   b = np.exp(np.linspace(np.log(0.4), np.log(12.0), 50 * fineness))
   c = np.geomspace(300.0, 4e5 if x[-1] < 2e3 else 4e4, 80 * fineness)
