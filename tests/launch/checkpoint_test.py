@@ -44,7 +44,12 @@ def _launch(where, name, *args):
   return subprocess.run(
     [sys.executable, _ROOT / 'launch' / name, *args],
     cwd=where,
-    env=os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'},
+    env=os.environ
+    | {
+      'PYTHONPATH': str(_ROOT),
+      'JAX_PLATFORMS': 'cpu',
+      'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',  # Compiles faster.
+    },
     capture_output=True,
     text=True,
     timeout=120,
