@@ -1,5 +1,9 @@
 """Checkpoints in and out, and those that must be refused."""
 
+import contextlib
+import dataclasses
+import hashlib
+import io
 import json
 import pickle
 import shutil
@@ -98,6 +102,79 @@ def test_out_is_bfloat16_with_the_files_of_the_tokenizer(tmp_path, copy):
       params,
     )
   )
+
+
+def _into(files):
+  """Opens files in memory, of the sizes that were announced."""
+
+  @contextlib.contextmanager
+  def open_file(name, num_bytes):
+    file = io.BytesIO()
+    yield file.write
+    files[name] = file.getvalue()
+    assert len(files[name]) == num_bytes
+
+  return open_file
+
+
+@pytest.mark.parametrize('family', parity_test.FAMILIES)
+@pytest.mark.parametrize('max_file_bytes', [10**9, 9000])
+def test_files_of_the_caller_get_the_same_bytes(
+  tmp_path, family, max_file_bytes
+):
+  source = DATA / family
+  spec = _spec(source)
+  params = hf.load_params(source, spec)
+  options = {'source': source, 'max_file_bytes': max_file_bytes}
+  out = tmp_path / 'out'
+  hf.save_params(out, params, spec, **options)
+  files = {}
+  written = hf.write_params(_into(files), params, spec, **options)
+  kept = ('config', 'model')
+  assert files == {
+    path.name: path.read_bytes()
+    for path in out.iterdir()
+    if path.name.startswith(kept)
+  }
+  stored = _stored(out)
+  assert [t.name for t in written] == list(
+    dict.fromkeys(t.name for t in written)
+  )
+  assert {t.name for t in written} == stored.keys()
+  for tensor in written:
+    value = stored[tensor.name]
+    assert (tensor.dtype, tensor.shape) == ('BF16', value.shape)
+    digest = hashlib.sha256(value.tobytes()).hexdigest()
+    assert tensor.checksum == digest[:16]
+  options['checksums'] = False
+  unsummed = hf.write_params(_into({}), params, spec, **options)
+  assert unsummed == [dataclasses.replace(t, checksum=None) for t in written]
+
+
+def test_w18_w19_few_tensors_are_on_their_way_at_a_time():
+  fetched = []
+
+  class Counted(dict):
+    def __getitem__(self, name):
+      value = super().__getitem__(name)
+      if not isinstance(value, dict):
+        fetched.append(name)
+      return value
+
+  spec = _spec(DATA / 'llama3')
+  params = hf.load_params(DATA / 'llama3', spec)
+  params = Counted(params, layers=Counted(params['layers']))
+  ahead = []
+
+  @contextlib.contextmanager
+  def open_file(name, num_bytes):
+    yield lambda data: ahead.append(len(fetched) - len(ahead) + 1)
+
+  written = hf.write_params(open_file, params, spec)
+  # The header is the first that is put, `config.json` the last.
+  ahead = ahead[1:-1]
+  assert len(written) == len(fetched) == len(ahead)
+  assert max(ahead) <= 3
 
 
 def test_nothing_is_left_of_a_checkpoint_that_fails(tmp_path):

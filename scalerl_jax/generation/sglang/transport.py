@@ -260,7 +260,10 @@ class _Slot:
       if end <= num_bytes:
         np.copyto(view[start:end], piece)  # Other threads run meanwhile.
 
-    yield put
+    try:
+      yield put
+    finally:
+      del view  # Who keeps `put` would keep the pages of a removed file.
     if end != num_bytes:
       raise WeightsError(
         f'{name}: {end} bytes were written, {num_bytes} were announced'
