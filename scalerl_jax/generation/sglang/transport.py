@@ -239,7 +239,6 @@ class _Slot:
     try:
       self.move(path)
     except FileNotFoundError:  # It is new, or somebody removed it.
-      self._maps.clear()
       self.path = path
       path.mkdir()
     (path / _MANIFEST).unlink(missing_ok=True)
@@ -295,8 +294,8 @@ class _Slot:
     # A server loads every file of weights that it finds.
     for path in self.path.iterdir():
       if path.name not in self._sizes:
-        self._maps.pop(path.name, None)
         path.unlink()
+    self._maps = {name: self._maps[name] for name in self._sizes}
     for name in self._sizes:
       _sync(self.path / name)
     manifest = Manifest(

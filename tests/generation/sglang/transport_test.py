@@ -284,8 +284,10 @@ def _remove(slot):
 
 
 def _replace(slot):
-  (slot / 'a.safetensors').unlink()
-  (slot / 'a.safetensors').write_bytes(b'x' * 1000)
+  path = slot / 'a.safetensors'
+  size = path.stat().st_size
+  path.unlink()
+  path.write_bytes(b'x' * size)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +374,9 @@ def small_disk(tmp_path):
   except (OSError, subprocess.CalledProcessError) as error:
     pytest.skip(f'no RAM disk can be mounted here: {error}')
   yield path
-  subprocess.run(['umount', str(path)], check=True)
+  if subprocess.run(['umount', str(path)], check=False).returncode:
+    subprocess.run(['umount', '-l', str(path)], check=True)
+    pytest.fail('files of the disk are still mapped')
 
 
 def test_a_full_disk_leaves_the_last_version(small_disk):
