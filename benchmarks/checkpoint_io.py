@@ -19,7 +19,7 @@ import jax
 from scalerl_jax import hf
 from scalerl_jax import models
 
-_SPEC = models.ModelSpec(
+SPEC = models.ModelSpec(
   vocab_size=49152,
   num_layers=30,
   model_dim=576,
@@ -39,7 +39,7 @@ def _status(field: str) -> float:
   return int(line.split()[1]) * 1024 / 1e6
 
 
-def _measure(what: str, size: float, action) -> object:
+def measure(what: str, size: float, action) -> object:
   pathlib.Path('/proc/self/clear_refs').write_text('5')  # Resets the peak.
   before, start = _status('VmRSS'), time.perf_counter()
   result = jax.block_until_ready(action())
@@ -57,29 +57,29 @@ def main() -> None:
   parser.add_argument('--dtype', default='float32')
   parser.add_argument('--directory', help=argparse.SUPPRESS)
   args = parser.parse_args()
-  size = models.num_parameters(_SPEC) * jax.numpy.dtype(args.dtype).itemsize
+  size = models.num_parameters(SPEC) * jax.numpy.dtype(args.dtype).itemsize
   if args.directory is None:
     with tempfile.TemporaryDirectory() as root:
-      params = jax.jit(lambda key: models.init_params(_SPEC, key))(
+      params = jax.jit(lambda key: models.init_params(SPEC, key))(
         jax.random.key(0)
       )
-      hf.save_params(f'{root}/in', params, _SPEC, dtype=args.dtype)
+      hf.save_params(f'{root}/in', params, SPEC, dtype=args.dtype)
       flags = [f'--dtype={args.dtype}', f'--directory={root}']
       subprocess.run([sys.executable, __file__, *flags], check=True)
     return
   # What any process pays, before anything is measured.
   jax.block_until_ready(jax.numpy.zeros(1) + 1)
   hf.read_config(f'{args.directory}/in')
-  params = _measure(
+  params = measure(
     'in',
     size / 1e6,
-    lambda: hf.load_params(f'{args.directory}/in', _SPEC, dtype=args.dtype),
+    lambda: hf.load_params(f'{args.directory}/in', SPEC, dtype=args.dtype),
   )
-  _measure(
+  measure(
     'out',
     size / 1e6,
     lambda: hf.save_params(
-      f'{args.directory}/out', params, _SPEC, dtype=args.dtype
+      f'{args.directory}/out', params, SPEC, dtype=args.dtype
     ),
   )
 
