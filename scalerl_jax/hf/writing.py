@@ -234,7 +234,17 @@ def _stored(
   tensor: keys.Tensor,
   dtype: str,
 ) -> jax.Array:
-  return jnp.asarray(tensor.to_stored(array[at].astype(dtype)))
+  if at:
+    array = array[at[0]]
+  for expert in at[1:]:
+    # They are cut over devices. A slice would gather all of them; this sends
+    # one, as a sum with the zeros of the others, where only bits keep -0.
+    bits = jax.lax.bitcast_convert_type(
+      array, jnp.dtype(f'uint{8 * array.dtype.itemsize}')
+    )
+    bits = jnp.take(bits, expert[None], axis=0, mode='clip')[0]
+    array = jax.lax.bitcast_convert_type(bits, array.dtype)
+  return jnp.asarray(tensor.to_stored(array.astype(dtype)))
 
 
 def _fetcher(params: Any, dtype: str) -> Callable[[keys.Tensor], jax.Array]:

@@ -17,7 +17,11 @@ import safetensors.numpy
 from scalerl_jax import hf
 from scalerl_jax import models
 from scalerl_jax import sharding
+from scalerl_jax.hf import keys
+from scalerl_jax.hf import writing
 from tests.hf import parity_test
+
+pytestmark = pytest.mark.usefixtures('quick_compilation')
 
 DATA = parity_test.DATA
 
@@ -149,6 +153,48 @@ def test_files_of_the_caller_get_the_same_bytes(
   options['checksums'] = False
   unsummed = hf.write_params(_into({}), params, spec, **options)
   assert unsummed == [dataclasses.replace(t, checksum=None) for t in written]
+
+
+@pytest.mark.parametrize(
+  ('family', 'shape'),
+  [
+    ('qwen3', (2, 2, 2, 1)),
+    ('qwen3_moe', (1, 2, 2, 2)),
+    ('llama4', (1, 2, 2, 2)),
+  ],
+)
+def test_parameters_on_many_devices_are_the_same_bytes(family, shape):
+  spec = _spec(DATA / family)
+  params = hf.load_params(DATA / family, spec)
+  # Of what adds up devices, none may lose the sign of a zero.
+  params = jax.tree.map(np.array, params)
+  for array in jax.tree.leaves(params):
+    array[..., 0] = -0.0
+  mesh = sharding.make_mesh(shape)
+  shardings = sharding.param_shardings(models.logical_axes(spec), mesh)
+  cut = jax.device_put(params, shardings)
+  one, many = {}, {}
+  written = hf.write_params(_into(one), params, spec)
+  assert hf.write_params(_into(many), cut, spec) == written
+  assert one == many
+
+
+def test_one_expert_is_fetched_without_the_others():
+  """Else each device would hold the experts of all layers meanwhile."""
+  spec = _spec(DATA / 'qwen3_moe')
+  mesh = sharding.make_mesh((1, 2, 1, 2))
+  shardings = sharding.param_shardings(models.logical_axes(spec), mesh)
+  params = hf.load_params(DATA / 'qwen3_moe', spec, shardings=shardings)
+  for tensor in keys.tensors(spec):
+    if tensor.at == (0, 0):
+      array = params['layers'][tensor.path.removeprefix('layers/')]
+      kind = tensor._replace(at=(), name='', path='')
+      program = writing._stored.lower(
+        array, tensor.at, tensor=kind, dtype='bfloat16'
+      ).compile()
+      size = 4 * np.prod(tensor.shape)
+      assert program.memory_analysis().temp_size_in_bytes <= 2 * size
+      assert array.nbytes > 10 * size
 
 
 def test_w18_w19_few_tensors_are_on_their_way_at_a_time():

@@ -176,8 +176,8 @@ class DiskTransport:
       Where they are.
 
     Raises:
-      OSError: There is no room, or the directory is gone. All versions but the
-        oldest stay, and the next can be published.
+      OSError: There is no room, for example. All versions but the oldest stay,
+        and the next can be published.
       WeightsError: `write` did not write what it announced; as above.
     """
     start = time.perf_counter()
@@ -240,7 +240,7 @@ class _Slot:
       self.move(path)
     except FileNotFoundError:  # It is new, or somebody removed it.
       self.path = path
-      path.mkdir()
+      path.mkdir(parents=True)
     (path / _MANIFEST).unlink(missing_ok=True)
 
   def move(self, path: pathlib.Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -277,12 +278,6 @@ def test_as_many_are_kept_as_was_asked(directory, keep):
   disk.close()
 
 
-def _remove(slot):
-  for path in slot.iterdir():
-    path.unlink()
-  slot.rmdir()
-
-
 def _replace(slot):
   path = slot / 'a.safetensors'
   size = path.stat().st_size
@@ -293,7 +288,8 @@ def _replace(slot):
 @pytest.mark.parametrize(
   'harm',
   [
-    _remove,
+    shutil.rmtree,
+    lambda slot: shutil.rmtree(slot.parent),
     _replace,
     lambda slot: os.truncate(slot / 'a.safetensors', 10),
     lambda slot: (slot / 'a.safetensors').unlink(),
