@@ -242,14 +242,23 @@ class Fleet:
     run, _, version = tag.partition(':')
     return int(version) if run == self.run_id and version.isdigit() else None
 
-  async def choose(self) -> int:
-    """Waits for a ready server and returns the one with the least to do."""
+  async def choose(self, *, other_than: int | None = None) -> int:
+    """Waits for a ready server and returns the one with the least to do.
+
+    Args:
+      other_than: Number of a server that is chosen only if no other is ready.
+
+    Returns:
+      Its number.
+    """
     async with self._changed:
       await self._changed.wait_for(
         lambda: any(s.is_ready for s in self._servers)
       )
     ready = [i for i, s in enumerate(self._servers) if s.is_ready]
-    return min(ready, key=lambda i: self._servers[i].outstanding)
+    return min(
+      ready, key=lambda i: (i == other_than, self._servers[i].outstanding)
+    )
 
   @property
   def cache_key(self) -> str:
@@ -278,10 +287,9 @@ class Fleet:
     """
     wait = _BACKOFF_S
     for _ in range(_MAX_TRIES):
-      chosen = self._servers[server]
-      if not chosen.is_ready:
+      if not self._servers[server].is_ready:
         server = await self.choose()
-        continue
+      chosen = self._servers[server]
       try:
         answer = await self._ask(chosen, token_ids, cache_key, how)
       except client_lib.UnavailableError as error:
@@ -298,12 +306,13 @@ class Fleet:
         elif known:
           self._count(answer)
           if answer.ending is client_lib.Ending.ABORT:
-            server = await self.choose()
+            server = await self.choose(other_than=server)
           return answer, known, server
         # Else it was aborted before its first token.
       self.counts.requests_repeated += 1
       await asyncio.sleep(wait)
       wait = min(2 * wait, _MAX_BACKOFF_S)
+      server = await self.choose(other_than=server)
     raise client_lib.UnavailableError(
       f'a request was given up after {_MAX_TRIES} tries'
     )
