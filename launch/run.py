@@ -98,10 +98,10 @@ def main(argv: Sequence[str]) -> int:
     try:
       print(build.run(run_config, workdir))
     except build.RunError as error:
-      print(f'error: {_one_line(error)}', file=sys.stderr)
+      print(f'error: {config_lib.one_line(error)}', file=sys.stderr)
       return 1
   except (_UsageError, config_lib.ConfigError, data.DataError) as error:
-    print(f'error: {_one_line(error)}', file=sys.stderr)
+    print(f'error: {config_lib.one_line(error)}', file=sys.stderr)
     return 2
   return 0
 
@@ -116,7 +116,7 @@ def _parse_flags(argv: Sequence[str]) -> bool:
   except Exception as error:
     # The config file is a user's program, and an override may meet any fault
     # of it: whatever is raised here is about the command line.
-    raise _UsageError(_one_line(error)) from None
+    raise _UsageError(config_lib.one_line(error)) from None
   if len(rest) > 1:
     raise _UsageError(
       f'unexpected arguments {rest[1:]}; flags are --NAME=VALUE'
@@ -130,7 +130,7 @@ def _read_config() -> config_lib.RunConfig:
   try:
     config = _CONFIG.value.to_dict()
   except Exception as error:
-    raise _UsageError(f'--config: {_one_line(error)}') from None
+    raise _UsageError(f'--config: {config_lib.one_line(error)}') from None
   return config_lib.from_config_dict(config)
 
 
@@ -181,21 +181,6 @@ def _plan(run_config: config_lib.RunConfig) -> int:
   )
   print(text)
   return 0 if sound else 1
-
-
-def _one_line(error: Exception) -> str:
-  if isinstance(error, (AttributeError, KeyError)):
-    # The message is a repr inside a repr, of the field and a suggestion.
-    name, *hint = str(error.args[0]).replace('\\n', '\n').splitlines()
-    field = name.strip('"\\\'')
-    return ' '.join([f'--config has no field {field!r}.', *hint]).rstrip(
-      '"\\\''
-    )
-  text = str(error)
-  lines = [line.strip() for line in text.splitlines() if line.strip()]
-  if 'Traceback' in text or 'Failed loading' in text:
-    return lines[-1]
-  return ' '.join(lines)
 
 
 if __name__ == '__main__':

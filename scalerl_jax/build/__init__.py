@@ -8,6 +8,7 @@ from scalerl_jax.build.planning import Plan as Plan
 from scalerl_jax.build.planning import plan as plan
 from scalerl_jax.build.planning import report as report
 from scalerl_jax.build.planning import simulate_devices as simulate_devices
+from scalerl_jax.build.serving import server_specs as server_specs
 from scalerl_jax.build.tokenization import complete as complete
 
 __all__ = (
@@ -19,5 +20,6 @@ __all__ = (
   'plan',
   'report',
   'run',
+  'server_specs',
   'simulate_devices',
 )

@@ -8,6 +8,7 @@ values end in one line before anything is compiled.
 from scalerl_jax.config.parsing import ConfigError as ConfigError
 from scalerl_jax.config.parsing import differences as differences
 from scalerl_jax.config.parsing import from_config_dict as from_config_dict
+from scalerl_jax.config.parsing import one_line as one_line
 from scalerl_jax.config.parsing import to_dict as to_dict
 from scalerl_jax.config.run_config import RunConfig as RunConfig
 from scalerl_jax.config.sections import BatchConfig as BatchConfig
@@ -44,5 +45,6 @@ __all__ = (
   'WarmStartConfig',
   'differences',
   'from_config_dict',
+  'one_line',
   'to_dict',
 )

@@ -195,3 +195,26 @@ def _is_required(field: 'dataclasses.Field[Any]') -> bool:
     field.default is dataclasses.MISSING
     and field.default_factory is dataclasses.MISSING
   )
+
+
+def one_line(error: Exception) -> str:
+  """Tells a user in one line what is wrong with a command line.
+
+  Args:
+    error: What was raised while flags and the config file were read.
+
+  Returns:
+    The line.
+  """
+  if isinstance(error, (AttributeError, KeyError)):
+    # The message is a repr inside a repr, of the field and a suggestion.
+    name, *hint = str(error.args[0]).replace('\\n', '\n').splitlines()
+    field = name.strip('"\\\'')
+    return ' '.join([f'--config has no field {field!r}.', *hint]).rstrip(
+      '"\\\''
+    )
+  text = str(error)
+  lines = [line.strip() for line in text.splitlines() if line.strip()]
+  if 'Traceback' in text or 'Failed loading' in text:
+    return lines[-1]
+  return ' '.join(lines)
