@@ -25,6 +25,7 @@ from scalerl_jax.build import tokenization
 from scalerl_jax.build import workdir as workdir_lib
 from scalerl_jax.generation.sglang import client as client_lib
 from scalerl_jax.generation.sglang import fleet as fleet_lib
+from scalerl_jax.generation.sglang import servers as servers_lib
 from scalerl_jax.pipeline import loop as loop_lib
 from scalerl_jax.pipeline import pacing as pacing_lib
 from scalerl_jax.pipeline import rollouts
@@ -41,6 +42,7 @@ _FAILURES = (
   client_lib.RefusedError,
   fleet_lib.FleetError,
   loop_lib.GeneratorError,
+  servers_lib.ServerError,
   trainer_lib.TrainingDivergedError,
 )
 
@@ -116,6 +118,7 @@ class _Experiment:
     stack: contextlib.ExitStack,
   ) -> None:
     self._config = config
+    servers = engines.start_servers(config, workdir, stack)
     self._train, self._held_out = workdir_lib.read_problems(
       config, workdir, tokenizer
     )
@@ -146,6 +149,7 @@ class _Experiment:
       train_key=train_key,
       eval_key=eval_key,
       mesh=mesh,
+      servers=servers,
     )
     self._evaluator = made.evaluation
     self._eval_meter = compute.ComputeMeter()

@@ -1,5 +1,6 @@
 """The generators of a configuration: one for training, one for evaluation."""
 
+from collections.abc import Sequence
 import contextlib
 import hashlib
 import os
@@ -14,15 +15,15 @@ from scalerl_jax import data
 from scalerl_jax import hf
 from scalerl_jax import length_control
 from scalerl_jax import models
+from scalerl_jax.build import serving
 from scalerl_jax.build import tokenization
 from scalerl_jax.generation import decode
 from scalerl_jax.generation import jax_engine
 from scalerl_jax.generation.sglang import engine as sglang_engine
+from scalerl_jax.generation.sglang import servers as servers_lib
 from scalerl_jax.generation.sglang import transport
 from scalerl_jax.pipeline import weights
 
-# Not a field of the configuration, which is written to the run's directory.
-API_KEY = 'SCALERL_SGLANG_API_KEY'
 _RAM_DISK = pathlib.Path('/dev/shm')
 
 
@@ -35,6 +36,33 @@ class Engines(NamedTuple):
   pinned: weights.WeightStore  # Of an evaluation.
 
 
+def start_servers(
+  config: config_lib.RunConfig,
+  workdir: pathlib.Path,
+  stack: contextlib.ExitStack,
+) -> servers_lib.Supervisor | None:
+  """Starts the servers of a run; returns before they are ready.
+
+  Args:
+    config: The configuration.
+    workdir: The run's directory; logs go to `servers/` in it.
+    stack: Stops them.
+
+  Returns:
+    What keeps them alive; None: the run starts none.
+
+  Raises:
+    config_lib.ConfigError: SGLang is not to be found, or cannot serve the
+      model.
+    servers.ServerError: A log file cannot be written.
+  """
+  if not config.engine.start_servers:
+    return None
+  return stack.enter_context(
+    servers_lib.Supervisor(serving.server_specs(config, workdir / 'servers'))
+  )
+
+
 def make(
   config: config_lib.RunConfig,
   spec: models.ModelSpec,
@@ -45,6 +73,7 @@ def make(
   train_key: jax.Array,
   eval_key: jax.Array,
   mesh: jax.sharding.Mesh | None,
+  servers: servers_lib.Supervisor | None,
 ) -> Engines:
   """Makes the generators of a run.
 
@@ -57,6 +86,7 @@ def make(
     train_key: Sampling key in training.
     eval_key: Sampling key in evaluation.
     mesh: The trainer's; None: one device.
+    servers: From `start_servers`.
 
   Returns:
     The generators.
@@ -64,6 +94,7 @@ def make(
   Raises:
     config_lib.ConfigError: A package is missing.
     fleet.FleetError: The servers cannot do what the run needs.
+    servers.ServerError: One does not start.
   """
   interruption = _interruption(config, tokenizer)
   response_tokens = config.batch.max_tokens - config.data.max_prompt_tokens
@@ -96,7 +127,11 @@ def make(
       pinned=weights.WeightStore(device),
     )
   sampling = sglang_engine.SamplingSpec(vocab_size=spec.vocab_size, **common)
-  fleet = _fleet(config, spec, sampling, workdir, stack, mesh)
+  addresses = config.engine.sglang.addresses
+  if servers is not None:
+    servers.wait_ready(config.pipeline.deadline_s)
+    addresses = servers.urls
+  fleet = _fleet(config, spec, sampling, addresses, workdir, stack, mesh)
   dtype = config.engine.sglang.weights_dtype
   return Engines(
     train=fleet,
@@ -110,6 +145,7 @@ def _fleet(
   config: config_lib.RunConfig,
   spec: models.ModelSpec,
   sampling: sglang_engine.SamplingSpec,
+  addresses: Sequence[str],
   workdir: pathlib.Path,
   stack: contextlib.ExitStack,
   mesh: jax.sharding.Mesh | None,
@@ -127,7 +163,7 @@ def _fleet(
 
   engine = sglang_engine.SglangEngine(
     sampling,
-    servers.addresses,
+    addresses,
     transport.DiskTransport(_weights_dir(config, workdir), write),
     score=_score_fn(config, spec, mesh),
     seed=2 * config.seed,
@@ -136,7 +172,7 @@ def _fleet(
     probe_s=servers.probe_s,
     control_s=servers.control_s,
     request_s=servers.request_s,
-    api_key=os.environ.get(API_KEY),
+    api_key=os.environ.get(serving.API_KEY),
   )
   stack.callback(engine.close)
   return engine

@@ -10,10 +10,11 @@ from typing import Any
 
 from scalerl_jax import config as config_lib
 from scalerl_jax import hf
-from scalerl_jax.build import engines
 from scalerl_jax.build import tokenization
 from scalerl_jax.generation.sglang import servers
 
+# Not a field of the configuration, which is written to the run's directory.
+API_KEY = 'SCALERL_SGLANG_API_KEY'
 # SGLang ends an answer two tokens early rather than fill its context.
 _SPARE_TOKENS = 8
 
@@ -49,7 +50,10 @@ def server_specs(
   model = config.model.spec(vocab_size=tokenizer.vocab_size)
   python = _python(wanted.python)
   try:
-    content = hf.config_from_spec(model, dtype=model.dtype)
+    content = {
+      **hf.config_from_spec(model, dtype=model.dtype),
+      'eos_token_id': list(tokenizer.stop_ids),
+    }
     tensor = _tensor_parallel(wanted.args) if wanted.device == 'cuda' else 0
     ports = [wanted.first_port + i for i in range(wanted.num_servers)]
     if not wanted.first_port:
@@ -63,7 +67,7 @@ def server_specs(
       'context_tokens': config.batch.max_tokens + _SPARE_TOKENS,
       'max_running_requests': config.engine.num_slots,
       'max_total_tokens': wanted.max_total_tokens or None,
-      'api_key': os.environ.get(engines.API_KEY),
+      'api_key': os.environ.get(API_KEY),
     }
     specs = [
       servers.ServerSpec(

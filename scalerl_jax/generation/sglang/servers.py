@@ -142,6 +142,8 @@ def command(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
     flags |= {
       'attention-backend': 'torch_native',
       'sampling-backend': 'pytorch',
+      # Else it takes a core to look for requests that do not come.
+      'sleep-on-idle': True,
       # There is no device whose work would overlap.
       'disable-overlap-schedule': True,
     }

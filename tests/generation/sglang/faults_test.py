@@ -1,4 +1,4 @@
-"""What goes wrong with real servers, and that the rollouts come all the same."""
+"""What goes wrong with real servers; the rollouts come all the same."""
 
 import asyncio
 import contextlib
@@ -189,10 +189,10 @@ def test_a_server_may_join_later(servers, make):
 
 def test_p11_a_server_with_another_model_is_refused(servers, make):
   wrong = tiny_model.params(3)
+  made = make(weights=None)
+  score = made._score
+  made._score = lambda params, token_ids: score(wrong, token_ids)
   with pytest.raises(fleet_lib.FleetError, match='log-probs differ from the'):
-    made = make(weights=None)
-    score = made._score
-    made._score = lambda params, token_ids: score(wrong, token_ids)
     made.update_weights(tiny_model.params(0), 0)
 
 
@@ -265,10 +265,8 @@ def test_a_full_disk_is_waited_for(make):
   assert made.version == 1
   assert counts(made).pushes_failed == 2
   left[0] = 1000
-  with pytest.raises(
-    fleet_lib.FleetError, match='version 2 could not be .*left'
-  ):
-    made._connection.deadline_s = 2.0
+  made._connection.deadline_s = 2.0
+  with pytest.raises(fleet_lib.FleetError, match=r'version 2 could .* left'):
     made.update_weights(tiny_model.params(0), 2)
   assert made.version == 1
 

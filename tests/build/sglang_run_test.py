@@ -1,0 +1,74 @@
+"""A whole run whose rollouts come from a real server that it starts."""
+
+import json
+import pathlib
+
+import pytest
+
+from scalerl_jax import build
+from tests import tiny
+
+
+@pytest.fixture(scope='module')
+def workdir(sglang_python, tmp_path_factory):
+  path = tmp_path_factory.mktemp('run')
+  config = tiny.config(
+    num_updates=10,
+    engine={
+      'kind': 'sglang',
+      'start_servers': True,
+      'sglang': {
+        'python': sglang_python,
+        'device': 'cpu',
+        'max_total_tokens': 20_000,
+        'weights_dtype': 'float32',
+        'max_logp_diff': 1e-4,
+        'probe_s': 10.0,
+      },
+    },
+    pipeline={'schedule': 'threads', 'lockstep_lead': 0, 'deadline_s': 300.0},
+    evaluation={'every': 5},
+  )
+  assert 'pass rate' in build.run(config, path)
+  return path
+
+
+def rows(workdir, name):
+  lines = (workdir / f'{name}.jsonl').read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def test_it_runs_to_the_end(workdir):
+  metrics = rows(workdir, 'metrics')
+  assert [row['step'] for row in metrics] == list(range(1, 11))
+  assert all(row['num_rollouts'] == 8 for row in metrics)
+  assert all(row['num_aborted'] == 0 for row in metrics)
+  assert max(row['lag_max'] for row in metrics) <= 2
+  assert not any(row['update_skipped'] for row in metrics)
+
+
+def test_s08_s10_evaluations_are_of_their_version(workdir):
+  evals = rows(workdir, 'evals')
+  assert [row['step'] for row in evals] == [0, 5, 10]
+  assert all(row['policy_version'] == row['step'] for row in evals)
+
+
+def test_l16_the_first_batch_is_on_policy(workdir):
+  first = rows(workdir, 'metrics')[0]
+  assert first['lag_max'] == 0
+  assert first['ratio_max'] == pytest.approx(1, abs=1e-4)
+  assert first['logp_diff_max'] < 1e-4
+
+
+def test_what_happened_to_servers_is_in_the_metrics(workdir):
+  last = rows(workdir, 'metrics')[-1]
+  assert last['sglang/servers_ready'] == 1
+  assert last['sglang/servers_lost'] == 0
+  # Version 0 and one for each update, but for those that were overtaken.
+  assert 2 <= last['sglang/pushes'] <= 11
+  assert last['sglang/pushes_failed'] == 0
+
+
+def test_nothing_is_left_behind(workdir):
+  assert not list(pathlib.Path('/dev/shm').glob('scalerl-*'))
+  assert (workdir / 'servers' / 'server0.log').exists()
