@@ -141,6 +141,26 @@ def make(
   )
 
 
+def weights_dir(
+  config: config_lib.RunConfig, workdir: pathlib.Path
+) -> pathlib.Path:
+  """Says where a run writes weights for its servers.
+
+  Args:
+    config: The configuration.
+    workdir: The run's directory.
+
+  Returns:
+    The directory, the same for a run that is resumed.
+  """
+  if config.engine.sglang.weights_dir:
+    return pathlib.Path(config.engine.sglang.weights_dir)
+  if not _RAM_DISK.is_dir():
+    return workdir / 'weights'
+  name = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()[:12]
+  return _RAM_DISK / f'scalerl-{name}'
+
+
 def _fleet(
   config: config_lib.RunConfig,
   spec: models.ModelSpec,
@@ -164,7 +184,7 @@ def _fleet(
   engine = sglang_engine.SglangEngine(
     sampling,
     addresses,
-    transport.DiskTransport(_weights_dir(config, workdir), write),
+    transport.DiskTransport(weights_dir(config, workdir), write),
     score=_score_fn(config, spec, mesh),
     seed=2 * config.seed,
     update=servers.update,
@@ -176,18 +196,6 @@ def _fleet(
   )
   stack.callback(engine.close)
   return engine
-
-
-def _weights_dir(
-  config: config_lib.RunConfig, workdir: pathlib.Path
-) -> pathlib.Path:
-  if config.engine.sglang.weights_dir:
-    return pathlib.Path(config.engine.sglang.weights_dir)
-  if not _RAM_DISK.is_dir():
-    return workdir / 'weights'
-  # The same for a run that is resumed, which takes over what was left there.
-  name = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()[:12]
-  return _RAM_DISK / f'scalerl-{name}'
 
 
 def _score_fn(

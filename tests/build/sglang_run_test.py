@@ -1,11 +1,12 @@
 """A whole run whose rollouts come from a real server that it starts."""
 
 import json
-import pathlib
 
 import pytest
 
 from scalerl_jax import build
+from scalerl_jax import config as config_lib
+from scalerl_jax.build import engines
 from tests import tiny
 
 
@@ -70,5 +71,7 @@ def test_what_happened_to_servers_is_in_the_metrics(workdir):
 
 
 def test_nothing_is_left_behind(workdir):
-  assert not list(pathlib.Path('/dev/shm').glob('scalerl-*'))
+  fields = json.loads((workdir / 'config.json').read_text())['config']
+  config = config_lib.from_config_dict(fields)
+  assert not engines.weights_dir(config, workdir).exists()
   assert (workdir / 'servers' / 'server0.log').exists()
