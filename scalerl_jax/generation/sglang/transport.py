@@ -55,8 +55,8 @@ class Published:
     seconds: That it took to publish them.
     checksums: Of each tensor by its name in the checkpoint, the first 16
       hexadecimal digits of the SHA-256 of its stored bytes. A server on a CPU
-      says the same of those that it stores so (`/weights_checker`); on a GPU
-      its hash is another. Empty: none were taken.
+      says the same (`/weights_checker`) of what it neither fuses nor pads; on a
+      GPU its hash is another. Empty: none were taken.
   """
 
   version: int
