@@ -185,6 +185,8 @@ def test_who_was_stopped_is_ended_too(tmp_path):
   with supervisor([spec(tmp_path)], tmp_path) as running:
     running.wait_ready(30.0)
     os.killpg(running.process_groups[0], signal.SIGSTOP)
+    started = time.monotonic()
+  assert time.monotonic() - started < 5.0  # It heard SIGTERM.
   assert not any(map(_is_alive, _pids(tmp_path)))
 
 
