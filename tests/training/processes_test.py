@@ -15,6 +15,8 @@ from scalerl_jax.training import state as state_lib
 from tests import tiny_model
 from tests.training import worker
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 _ROOT = pathlib.Path(__file__).parents[2]
 _DEADLINE_S = 240  # It takes a tenth of it, alone.
 
@@ -40,7 +42,11 @@ def directory(tmp_path_factory):
             *(coordinator, '2', str(i), str(out)),
           ],
           cwd=_ROOT,
-          env=os.environ | {'PYTHONPATH': str(_ROOT)},
+          env=os.environ
+          | {
+            'PYTHONPATH': str(_ROOT),
+            'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',  # Compiles faster.
+          },
           stdout=log,
           stderr=subprocess.STDOUT,
         )
