@@ -356,8 +356,21 @@ class _Server:
 
   @property
   def process_group(self) -> int | None:
-    alive = self._guard is not None and self._guard.poll() is None
+    """As the watcher saw it last."""
+    alive = self._guard is not None and self._guard.returncode is None
     return self._guard.pid if self._guard and alive else None
+
+  def has_ended(self) -> bool:
+    """Sees whether the guard is gone, and ends what it may have left."""
+    if self._guard is None or self._guard.returncode is not None:
+      return True
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    if os.waitid(os.P_PID, self._guard.pid, flags) is None:
+      return False
+    # Not waited for yet, so the number of the group is nobody else's.
+    os.killpg(self._guard.pid, signal.SIGKILL)
+    self._guard.wait()
+    return True
 
   def start(self) -> None:
     self._started = time.monotonic()
@@ -388,7 +401,7 @@ class _Server:
 
   def revive(self) -> None:
     """Starts it again if it ended and its time has come."""
-    if self.error is not None or self.process_group is not None:
+    if self.error is not None or not self.has_ended():
       return
     now = time.monotonic()
     if self._next_start is None:
@@ -412,7 +425,7 @@ class _Server:
         self._give_up(str(error))
 
   def ask_to_stop(self) -> None:
-    if self._guard is not None and self._guard.poll() is None:
+    if self._guard is not None and not self.has_ended():
       self._guard.terminate()
       # A group that was stopped would not hear it.
       os.killpg(self._guard.pid, signal.SIGCONT)
