@@ -192,6 +192,7 @@ def _fleet(
     probe_s=servers.probe_s,
     control_s=servers.control_s,
     request_s=servers.request_s,
+    deadline_s=config.pipeline.deadline_s,
     api_key=os.environ.get(serving.API_KEY),
   )
   stack.callback(engine.close)

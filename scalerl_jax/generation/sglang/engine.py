@@ -28,6 +28,7 @@ _STEP_S = 0.05  # How long a step waits for a group.
 _CHECK_TOKENS = 16
 _CHECK_PROMPTS = 4
 _BACKOFF_S = 1.0
+_MAX_BACKOFF_S = 10.0
 
 T = TypeVar('T')
 # (params, token ids) → log-prob of each token but the first, at the sampling
@@ -75,15 +76,12 @@ class _Pending:
 class _Connection:
   """The event loop and what lives in it; shared by the engines of a run."""
 
-  def __init__(
-    self, fleet: Callable[[], fleet_lib.Fleet], *, deadline_s: float
-  ) -> None:
+  def __init__(self, fleet: Callable[[], fleet_lib.Fleet]) -> None:
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(
       target=self._loop.run_forever, name='sglang', daemon=True
     )
     self._thread.start()
-    self.deadline_s = deadline_s
 
     async def make() -> fleet_lib.Fleet:
       return fleet()
@@ -124,6 +122,7 @@ class SglangEngine:
     probe_s: float = 5.0,
     control_s: float = 120.0,
     request_s: float = 1800.0,
+    deadline_s: float = 600.0,
     api_key: str | None = None,
   ) -> None:
     """Checks the servers' settings.
@@ -138,9 +137,10 @@ class SglangEngine:
       update: `in_place` or `retract`; see `Client.pause`.
       max_logp_diff: Largest mean |Δ log-prob| of that comparison, in nats.
       probe_s: Seconds between two looks at a server.
-      control_s: Seconds that a server may take for new weights, and that new
-        weights may be refused by all.
+      control_s: Seconds that a server may take for new weights.
       request_s: Seconds after which a request is taken to another server.
+      deadline_s: Seconds that new weights may be refused by all servers, which
+        may have to start again.
       api_key: Of the servers; None: they have none.
 
     Raises:
@@ -166,7 +166,8 @@ class SglangEngine:
         context_tokens=spec.context_tokens,
       )
 
-    self._connection = _Connection(fleet, deadline_s=control_s)
+    self._deadline_s = deadline_s
+    self._connection = _Connection(fleet)
     try:
       self._connection.call(self._fleet.start())
     except BaseException:
@@ -290,7 +291,7 @@ class SglangEngine:
       version: Updates that they contain.
 
     Raises:
-      fleet_lib.FleetError: It failed for `control_s`, or the servers' log-probs
+      fleet_lib.FleetError: It failed for `deadline_s`, or the servers' log-probs
         are not the trainer's.
     """
     if version == self.version:
@@ -302,14 +303,14 @@ class SglangEngine:
         break
       except (OSError, fleet_lib.FleetError) as error:
         elapsed = time.monotonic() - start
-        if elapsed + wait > self._connection.deadline_s:
+        if elapsed + wait > self._deadline_s:
           raise fleet_lib.FleetError(
             f'version {version} could not be brought to the servers in'
-            f' {elapsed:.0f} s (engine.sglang.control_s): {error}'
+            f' {elapsed:.0f} s (pipeline.deadline_s): {error}'
           ) from error
         _log.warning('weights, version %d, again: %s', version, error)
         time.sleep(wait)
-        wait = min(2 * wait, self._connection.deadline_s / 4)
+        wait = min(2 * wait, _MAX_BACKOFF_S)
     if not self._connection.checked:
       self._check(params)
       self._connection.checked = True
