@@ -291,8 +291,8 @@ class SglangEngine:
       version: Updates that they contain.
 
     Raises:
-      fleet_lib.FleetError: It failed for `deadline_s`, or the servers' log-probs
-        are not the trainer's.
+      fleet_lib.FleetError: It failed for `deadline_s`, or the log-probs of a
+        server are not the trainer's.
     """
     if version == self.version:
       return
