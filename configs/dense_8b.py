@@ -24,7 +24,9 @@ moments, the temperature, the cap of the ratio among 4, 5 and 8, and the budgets
 of thinking of 32k.
 
 What was run: `--dry_run` alone, docs/plan.md has the figures. No update of it
-was ever computed. The embedded engine generates in one process; it is no fleet.
+was ever computed. The run starts its servers on its own host; for those of
+other hosts give engine.start_servers=False, engine.sglang.addresses and
+weights_dir: docs/sglang.md.
 """
 
 import ml_collections
@@ -106,7 +108,20 @@ def get_config(variant: str = '14k') -> ml_collections.ConfigDict:
         'truncated': 'mask',
         'packed': False,
       },
-      'engine': {'kind': 'jax', 'num_slots': 768, 'temperature': 1.0},
+      'engine': {
+        'kind': 'sglang',
+        'num_slots': 96,  # Of each server: all rollouts of an update together.
+        'temperature': 1.0,
+        'start_servers': True,
+        'sglang': {
+          'num_servers': 8,
+          'addresses': (),
+          'python': '',
+          'args': (),
+          'weights_dir': '',
+          'weights_dtype': 'bfloat16',
+        },
+      },
       'length': {
         'interrupt': True,
         'min_thinking_tokens': sizes['min_thinking_tokens'],

@@ -19,7 +19,9 @@ Not in the paper, and chosen here: the learning rate and all that
 configs/dense_8b.py chooses, and the mesh.
 
 What was run: `--dry_run` alone, docs/plan.md has the figures. No update of it
-was ever computed. The embedded engine generates in one process; it is no fleet.
+was ever computed. The run starts its servers on its own host; for those of
+other hosts give engine.start_servers=False, engine.sglang.addresses and
+weights_dir: docs/sglang.md.
 """
 
 import ml_collections
@@ -103,7 +105,20 @@ def get_config(variant: str = '64') -> ml_collections.ConfigDict:
         'truncated': 'mask',
         'packed': False,
       },
-      'engine': {'kind': 'jax', 'num_slots': 768, 'temperature': 1.0},
+      'engine': {
+        'kind': 'sglang',
+        'num_slots': 96,  # Of each server: all rollouts of an update together.
+        'temperature': 1.0,
+        'start_servers': True,
+        'sglang': {
+          'num_servers': 8,
+          'addresses': (),
+          'python': '',
+          'args': ('--tp-size', '8'),
+          'weights_dir': '',
+          'weights_dtype': 'bfloat16',
+        },
+      },
       'length': {
         'interrupt': True,
         'min_thinking_tokens': 10_000,
