@@ -35,17 +35,23 @@ class Proxy:
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(0.1)  # Until what was closed is.
 
   async def _serve(self, reader, writer):
-    there, back = await asyncio.open_connection(
-      self._target.hostname, self._target.port
-    )
-    with contextlib.suppress(ConnectionError):
-      await asyncio.gather(
-        self._forward(reader, back, writer), self._forward(there, writer)
+    with contextlib.ExitStack() as stack:
+      stack.callback(writer.close)
+      there, back = await asyncio.open_connection(
+        self._target.hostname, self._target.port
       )
-    writer.close()
-    back.close()
+      stack.callback(back.close)
+      ways = [
+        asyncio.ensure_future(self._forward(reader, back, writer)),
+        asyncio.ensure_future(self._forward(there, writer)),
+      ]
+      for way in ways:
+        stack.callback(way.cancel)
+      with contextlib.suppress(ConnectionError):
+        await asyncio.gather(*ways)
 
   async def _forward(self, source, sink, client=None):
     while data := await source.read(2**16):
