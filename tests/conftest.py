@@ -16,6 +16,8 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
+from scalerl_jax.generation.sglang import installation  # noqa: E402
+
 
 @pytest.fixture
 def strict_dtypes():
@@ -46,10 +48,10 @@ def quick_compilation():
 def sglang_python():
   """Interpreter of an environment with SGLang; without one, tests skip."""
   given = os.environ.get('SCALERL_SGLANG_PYTHON')
-  here = pathlib.Path(__file__).parents[1] / '.sglang' / 'bin' / 'python'
-  if not given and not here.exists():
+  here = pathlib.Path(__file__).parents[1] / '.sglang'
+  if not given and not installation.is_finished(here):
     pytest.skip(
       'NOT RUN, no SGLang server: python launch/serve.py --install_cpu=.sglang'
       ' makes one, or SCALERL_SGLANG_PYTHON names the python of another'
     )
-  return given or str(here)
+  return given or str(here / 'bin' / 'python')

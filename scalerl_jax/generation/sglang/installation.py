@@ -71,6 +71,19 @@ def install_cpu(directory: pathlib.Path, source: pathlib.Path) -> bool:
   return True
 
 
+def is_finished(directory: pathlib.Path) -> bool:
+  """Tells whether `install_cpu` made an environment there to its end.
+
+  Args:
+    directory: Of the environment.
+
+  Returns:
+    Whether it can be used.
+  """
+  stamp = directory / _STAMP
+  return stamp.exists() and bool(stamp.read_text())
+
+
 def _digest(source: pathlib.Path) -> str:
   parts = (_REQUIREMENTS.read_text(), *_ALONE, str(source.resolve()))
   return hashlib.sha256('\n'.join(parts).encode()).hexdigest()
