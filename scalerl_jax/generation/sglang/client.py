@@ -183,14 +183,17 @@ class Client:
     )
     return parse_answer(reply)
 
-  async def abort(self, request_id: str | None = None) -> None:
+  async def abort(
+    self, request_id: str | None = None, *, deadline_s: float | None = None
+  ) -> None:
     """Ends a request, whose reply then holds what was sampled.
 
     Args:
       request_id: Which; None: all.
+      deadline_s: Seconds that it may take; None: as any control call.
     """
     what = {'abort_all': True} if request_id is None else {'rid': request_id}
-    await self._call('POST', '/abort_request', what)
+    await self._call('POST', '/abort_request', what, deadline_s=deadline_s)
 
   async def info(self, *, deadline_s: float | None = None) -> dict[str, Any]:
     """Asks for the server's settings; its scheduler answers, paused or not.

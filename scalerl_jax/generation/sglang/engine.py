@@ -100,10 +100,17 @@ class _Connection:
   def close(self) -> None:
     if not self._thread.is_alive():
       return
-    self.call(self.fleet.close())
+    self.call(self._end())
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
     self._loop.close()
+
+  async def _end(self) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await self.fleet.close()
 
 
 class SglangEngine:
@@ -357,9 +364,6 @@ class SglangEngine:
 
   def close(self) -> None:
     """Ends all requests and the event loop; a second time does nothing."""
-    for pending in self._active.values():
-      if pending.group is not None:
-        pending.group.cancel()
     self._connection.close()
     self._transport.close()
 

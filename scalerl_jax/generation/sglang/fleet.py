@@ -174,11 +174,13 @@ class Fleet:
     for task in self._watchers:
       task.cancel()
     await asyncio.gather(*self._watchers, return_exceptions=True)
-    for server in self._servers:
-      with contextlib.suppress(client_lib.UnavailableError):
-        if server.is_ready:
-          await server.client.abort()
-      await server.client.close()
+    await asyncio.gather(*(self._leave(s) for s in self._servers))
+
+  async def _leave(self, server: _Server) -> None:
+    with contextlib.suppress(client_lib.UnavailableError):
+      if server.is_ready:
+        await server.client.abort(deadline_s=self._probe_s)
+    await server.client.close()
 
   async def push(self, weights: Weights) -> None:
     """Brings weights into force on all servers that are ready, or at first all.
@@ -374,7 +376,7 @@ class Fleet:
         either, timeout=self._request_s, return_when=first
       )
       if not done:  # What it has so far is as good as any.
-        await server.client.abort(request_id)
+        await server.client.abort(request_id, deadline_s=self._probe_s)
         await asyncio.wait(either, timeout=self._probe_s, return_when=first)
       if call.done():
         return call.result()
@@ -385,7 +387,7 @@ class Fleet:
       if server.is_ready:
         # It may still be at work on it.
         with contextlib.suppress(client_lib.UnavailableError):
-          await server.client.abort(request_id)
+          await server.client.abort(request_id, deadline_s=self._probe_s)
       raise
     finally:
       server.outstanding -= how['max_tokens']
@@ -482,7 +484,7 @@ class Fleet:
       misses = 0
       if not server.is_ready:
         with contextlib.suppress(client_lib.UnavailableError):
-          await server.client.abort()
+          await server.client.abort(deadline_s=self._probe_s)
           if await self._try_to_load(server):
             _log.info('a server is back: %s', server.address)
 
