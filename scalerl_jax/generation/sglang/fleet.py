@@ -380,9 +380,8 @@ class Fleet:
         await asyncio.wait(either, timeout=self._probe_s, return_when=first)
       if call.done():
         return call.result()
-      raise client_lib.UnavailableError(
-        server.reason or f'{server.address}: no answer in {self._request_s} s'
-      )
+      late = f'{server.address}: no answer in {self._request_s} s'
+      raise client_lib.UnavailableError(server.reason if gone.done() else late)
     except client_lib.UnavailableError:
       if server.is_ready:
         # It may still be at work on it.
@@ -417,6 +416,8 @@ class Fleet:
   async def _try_to_load(self, server: _Server) -> bool:
     try:
       async with server.lock:
+        if not server.is_ready and (problem := await self._look(server)):
+          raise client_lib.UnavailableError(problem)
         loaded = None
         while loaded is not self._weights:  # They may have changed meanwhile.
           loaded = self._weights
