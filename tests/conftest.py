@@ -2,11 +2,16 @@
 
 import os
 import pathlib
+import signal
 
 from jaxtyping import install_import_hook
 
 # Before anything imports the package, so that every signature is checked.
 install_import_hook('scalerl_jax', 'beartype.beartype')
+
+# A shell ignores Ctrl-C for what it runs in the background, and so would tests
+# and all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402
 

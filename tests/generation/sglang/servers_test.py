@@ -267,7 +267,10 @@ def test_servers_end_with_their_owner(tmp_path, how):
       pids = _pids(tmp_path)
       assert all(map(_is_alive, pids))
       owner.send_signal(signal.Signals[how])
-    owner.wait(60)
+    try:
+      owner.wait(60)
+    finally:
+      owner.kill()
   pids = _pids(tmp_path)
   _wait(lambda: not any(map(_is_alive, pids)))
 
