@@ -1,5 +1,6 @@
 """What the pipeline asks of a generator, whatever generates."""
 
+from collections.abc import Container
 from typing import Any, Protocol, runtime_checkable
 
 from scalerl_jax import records
@@ -52,3 +53,26 @@ class Engine(Protocol):
 
   def close(self) -> None:
     """Frees what the engine holds."""
+
+
+def check_request(
+  request: records.Request, *, prompt_tokens: int, in_flight: Container[int]
+) -> None:
+  """Checks a request before it is queued.
+
+  Args:
+    request: What to generate.
+    prompt_tokens: Longest prompt.
+    in_flight: Visits that were not returned.
+
+  Raises:
+    ValueError: The prompt is empty or too long, or the visit is in flight.
+  """
+  length = len(request.prompt_ids)
+  if not 1 <= length <= prompt_tokens:
+    raise ValueError(
+      f'problem {request.problem_id!r}: prompt of {length} tokens must have'
+      f' 1 to {prompt_tokens} (data.max_prompt_tokens)'
+    )
+  if request.visit in in_flight:
+    raise ValueError(f'visit {request.visit} is already in flight')

@@ -13,6 +13,7 @@ import numpy as np
 
 from scalerl_jax import records
 from scalerl_jax.generation import decode
+from scalerl_jax.generation import engine as engine_lib
 from scalerl_jax.models import transformer
 
 _FINISH = {
@@ -150,14 +151,9 @@ class JaxEngine:
       ValueError: The prompt is empty or longer than the prompt region, or the
         visit is already in flight.
     """
-    length = len(request.prompt_ids)
-    if not 1 <= length <= self.spec.prompt_tokens:
-      raise ValueError(
-        f'problem {request.problem_id!r}: prompt of {length} tokens must have'
-        f' 1 to {self.spec.prompt_tokens} (data.max_prompt_tokens)'
-      )
-    if request.visit in self._active:
-      raise ValueError(f'visit {request.visit} is already in flight')
+    engine_lib.check_request(
+      request, prompt_tokens=self.spec.prompt_tokens, in_flight=self._active
+    )
     pending = _Pending(request)
     self._active[request.visit] = pending
     self._queue.append(pending)

@@ -18,6 +18,7 @@ import numpy as np
 
 from scalerl_jax import length_control
 from scalerl_jax import records
+from scalerl_jax.generation import engine as engine_lib
 from scalerl_jax.generation.sglang import client as client_lib
 from scalerl_jax.generation.sglang import drafts
 from scalerl_jax.generation.sglang import fleet as fleet_lib
@@ -241,14 +242,9 @@ class SglangEngine:
       ValueError: The prompt is empty or too long, or the visit is already in
         flight.
     """
-    length = len(request.prompt_ids)
-    if not 1 <= length <= self.spec.prompt_tokens:
-      raise ValueError(
-        f'problem {request.problem_id!r}: prompt of {length} tokens must have'
-        f' 1 to {self.spec.prompt_tokens} (data.max_prompt_tokens)'
-      )
-    if request.visit in self._active:
-      raise ValueError(f'visit {request.visit} is already in flight')
+    engine_lib.check_request(
+      request, prompt_tokens=self.spec.prompt_tokens, in_flight=self._active
+    )
     pending = self._active[request.visit] = _Pending(request)
     pending.group = self._connection.submit(self._generate_group(pending))
 
