@@ -129,6 +129,10 @@ _PPO = {'pipeline.algorithm': 'ppo_off_policy'}
     ({'engine.kind': 'sglang'}, 'needs start_servers=True or sglang.addresses'),
     ({'engine.start_servers': True}, "engine.kind='jax' generates in this"),
     ({'engine.sglang': {'addresses': 'a'}}, "addresses='a' must be a list"),
+    (
+      {'engine.sglang': {'max_total_tokens': 9}},
+      'max_total_tokens=9 must be 0',
+    ),
     ({'engine.sglang': {'args': [1]}}, r'args\[0\]=1 must be of type str'),
     ({'engine.sglang': {'addresses': ['a:1']}}, "'a:1' must be http://"),
     ({'engine.kind': 'vllm'}, "engine.kind='vllm' must be one of"),

@@ -18,12 +18,14 @@ class FakeEngine:
   Attributes:
     fails_at: Step that raises; None: none does.
     stalls: True: nothing ever becomes complete.
+    gives_up: Visits whose first rollout comes without a token.
     gate: A step waits until it is set.
   """
 
   def __init__(self, *, num_slots: int = 3, seed: int = 0) -> None:
     self.fails_at: int | None = None
     self.stalls = False
+    self.gives_up: set[int] = set()
     self.gate = threading.Event()
     self.gate.set()
     self.num_refreshes = 0
@@ -89,6 +91,16 @@ class FakeEngine:
       )
       for sample in range(request.num_samples)
     )
+    if visit in self.gives_up:
+      empty = np.zeros(0)
+      lost = records.Rollout(
+        token_ids=empty.astype(np.int32),
+        logps=empty.astype(np.float32),
+        policy_versions=empty.astype(np.int32),
+        sampled=empty.astype(bool),
+        finish_reason=records.FinishReason.ABORTED,
+      )
+      rollouts = (lost, *rollouts[1:])
     return records.RolloutGroup(
       request=request,
       rollouts=rollouts,

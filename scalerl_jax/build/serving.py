@@ -11,12 +11,11 @@ from typing import Any
 from scalerl_jax import config as config_lib
 from scalerl_jax import hf
 from scalerl_jax.build import tokenization
+from scalerl_jax.generation.sglang import client
 from scalerl_jax.generation.sglang import servers
 
 # Not a field of the configuration, which is written to the run's directory.
 API_KEY = 'SCALERL_SGLANG_API_KEY'
-# SGLang ends an answer two tokens early rather than fill its context.
-_SPARE_TOKENS = 8
 
 
 def server_specs(
@@ -64,7 +63,7 @@ def server_specs(
       'host': host,
       'device': wanted.device,
       'dtype': model.dtype,
-      'context_tokens': config.batch.max_tokens + _SPARE_TOKENS,
+      'context_tokens': config.batch.max_tokens + client.SPARE_TOKENS,
       'max_running_requests': config.engine.num_slots,
       'max_total_tokens': wanted.max_total_tokens or None,
       'api_key': os.environ.get(API_KEY),

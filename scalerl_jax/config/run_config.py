@@ -11,6 +11,7 @@ from scalerl_jax.models import spec as spec_lib
 from scalerl_jax.sharding import rules
 from scalerl_jax.training import optimizer
 
+_SPARE_TOKENS = 8  # Of a server's cache, beyond its longest sequence.
 _ROW_BUCKETS = 16  # Most shapes of packed rows.
 # Seeds are also folded into 32-bit keys.
 _MAX_SEED = 2**31 - 1
@@ -110,6 +111,13 @@ class RunConfig:
       raise ValueError(
         f'data.max_prompt_tokens={prompt} must be below batch.max_tokens='
         f'{limit}, which includes the response'
+      )
+    cache = self.engine.sglang.max_total_tokens
+    if 0 < cache < limit + _SPARE_TOKENS:
+      raise ValueError(
+        f'engine.sglang.max_total_tokens={cache} must be 0 or at least'
+        f' batch.max_tokens={limit} and {_SPARE_TOKENS}: a server holds one'
+        ' whole sequence or more'
       )
 
   def _check_phases(self) -> None:

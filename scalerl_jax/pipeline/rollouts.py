@@ -126,8 +126,10 @@ class RolloutProducer:
     if chosen is None:
       return None
     groups = [self._complete.pop(v) for v in chosen]
+    # One that the engine gave up at once has no tokens.
+    rollouts = [r for g in groups for r in g.rollouts if len(r.token_ids)]
     oldest = min(
-      int(r.policy_versions.min()) for g in groups for r in g.rollouts
+      (int(r.policy_versions.min()) for r in rollouts), default=version
     )
     if version - oldest > self._pacing.lag_bound:
       raise AssertionError(

@@ -132,6 +132,17 @@ def test_s03_runs_to_the_last_update_and_no_visit_more(
 
 
 @pytest.mark.parametrize('schedule', _SCHEDULES)
+def test_rollouts_that_the_engine_gave_up_cost_only_themselves(schedule):
+  run = _Run(schedule, num_updates=4)
+  run.engine.gives_up = {0, *range(_PROMPTS, 2 * _PROMPTS)}
+  run.run()
+  assert run.trainer.version == 4
+  lost = [row['num_aborted'] for row in run.observer.rows]
+  assert lost[0] == 1
+  assert sum(lost) == 1 + _PROMPTS
+
+
+@pytest.mark.parametrize('schedule', _SCHEDULES)
 def test_s10_tells_of_every_version_in_order_and_of_0_first(schedule):
   run = _Run(schedule, num_updates=3, checkpoint_every=2).run()
   assert run.observer.events == [

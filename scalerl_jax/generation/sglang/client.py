@@ -16,6 +16,10 @@ from jaxtyping import Float
 from jaxtyping import Int
 import numpy as np
 
+# SGLang ends an answer two tokens early rather than fill its context, and
+# refuses a prompt that leaves less than a few.
+SPARE_TOKENS = 8
+
 
 class UnavailableError(RuntimeError):
   """The server did not answer, or said that it cannot: another one may."""
@@ -204,20 +208,31 @@ class Client:
     Returns:
       Setting → value.
     """
-    return await self._call('GET', '/server_info', deadline_s=deadline_s)
+    reply = await self._call('GET', '/server_info', deadline_s=deadline_s)
+    if not isinstance(reply, dict):
+      raise UnavailableError(
+        f'{self.address}/server_info: unknown reply: {_shorten(reply)}'
+      )
+    return reply
 
-  async def pause(self, mode: str) -> None:
+  async def pause(self, mode: str, *, deadline_s: float | None = None) -> None:
     """Stops sampling between two tokens.
 
     Args:
       mode: `in_place` leaves the cache of running requests as it is, `retract`
         drops it.
+      deadline_s: Seconds that it may take; None: as any control call.
     """
-    await self._call('POST', '/pause_generation', {'mode': mode})
+    body = {'mode': mode}
+    await self._call('POST', '/pause_generation', body, deadline_s=deadline_s)
 
-  async def resume(self) -> None:
-    """Goes on sampling."""
-    await self._call('POST', '/continue_generation', {})
+  async def resume(self, *, deadline_s: float | None = None) -> None:
+    """Goes on sampling.
+
+    Args:
+      deadline_s: Seconds that it may take; None: as any control call.
+    """
+    await self._call('POST', '/continue_generation', {}, deadline_s=deadline_s)
 
   async def flush_cache(self) -> None:
     """Drops the cache of all prefixes; nothing may be running."""
@@ -282,11 +297,12 @@ class Client:
       if self._api_key:
         headers['Authorization'] = f'Bearer {self._api_key}'
       self._session = aiohttp.ClientSession(
-        # The fleet bounds what is outstanding.
-        connector=aiohttp.TCPConnector(limit=0),
+        # The fleet bounds what is outstanding. A server closes connections that
+        # were idle for 5 s, and would meet a request that is on its way.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
         headers=headers,
       )
-    deadline_s = deadline_s or self._control_s
+    deadline_s = self._control_s if deadline_s is None else deadline_s
     start = time.monotonic()
     try:
       async with self._session.request(
@@ -301,7 +317,7 @@ class Client:
       raise UnavailableError(
         f'{self.address}{path}: no answer in {time.monotonic() - start:.1f} s'
       ) from None
-    except (aiohttp.ClientError, OSError) as error:
+    except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
       raise UnavailableError(
         f'{self.address}{path}: {str(error) or type(error).__name__}'
       ) from None

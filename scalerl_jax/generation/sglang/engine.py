@@ -101,10 +101,12 @@ class _Connection:
   def close(self) -> None:
     if not self._thread.is_alive():
       return
-    self.call(self._end())
-    self._loop.call_soon_threadsafe(self._loop.stop)
-    self._thread.join()
-    self._loop.close()
+    try:
+      self.call(self._end())
+    finally:
+      self._loop.call_soon_threadsafe(self._loop.stop)
+      self._thread.join()
+      self._loop.close()
 
   async def _end(self) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -160,7 +162,6 @@ class SglangEngine:
     self._seed = seed
     self._max_logp_diff = max_logp_diff
     self._active: dict[int, _Pending] = {}
-    self._num_servers = len(addresses)
 
     def fleet() -> fleet_lib.Fleet:
       return fleet_lib.Fleet(
@@ -274,13 +275,25 @@ class SglangEngine:
 
     Returns:
       The groups, in the order of `requests`.
+
+    Raises:
+      fleet_lib.FleetError: None came for `deadline_s`.
     """
     done: dict[int, records.RolloutGroup] = {}
     waiting = list(requests)
+    latest = time.monotonic()
     while waiting or self._active:
       while waiting and self.has_room:
         self.submit(waiting.pop(0))
-      done |= {g.request.visit: g for g in self.step()}
+      groups = self.step()
+      done |= {g.request.visit: g for g in groups}
+      if groups:
+        latest = time.monotonic()
+      elif time.monotonic() > latest + self._deadline_s:
+        raise fleet_lib.FleetError(
+          f'no group came in {self._deadline_s} s (pipeline.deadline_s):'
+          f' {self._fleet.reasons() or "all servers answer"}'
+        )
     return [done[r.visit] for r in requests]
 
   def update_weights(self, params: Any, version: int) -> None:
@@ -360,22 +373,25 @@ class SglangEngine:
 
   def close(self) -> None:
     """Ends all requests and the event loop; a second time does nothing."""
-    self._connection.close()
-    self._transport.close()
+    try:
+      self._connection.close()
+    finally:
+      self._transport.close()
 
   async def _generate_group(self, pending: _Pending) -> records.RolloutGroup:
     request = pending.request
     server = await self._fleet.choose()
     pending.admitted_version = self.version
-    key = self._fleet.cache_key
-    try:
-      async with asyncio.TaskGroup() as tasks:
-        rollouts = [
-          tasks.create_task(self._generate_rollout(request, i, server, key))
-          for i in range(request.num_samples)
-        ]
-    except BaseExceptionGroup as group:
-      raise group.exceptions[0] from None
+    num_tokens = request.num_samples * self.spec.response_tokens
+    with self._fleet.reserved(server, num_tokens):
+      try:
+        async with asyncio.TaskGroup() as tasks:
+          rollouts = [
+            tasks.create_task(self._generate_rollout(request, i, server))
+            for i in range(request.num_samples)
+          ]
+      except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
     return records.RolloutGroup(
       request=request,
       rollouts=tuple(r.result() for r in rollouts),
@@ -383,7 +399,7 @@ class SglangEngine:
     )
 
   async def _generate_rollout(
-    self, request: records.Request, sample: int, server: int, cache_key: str
+    self, request: records.Request, sample: int, server: int
   ) -> records.Rollout:
     rule, budget = self.spec.interruption, 0
     if rule is not None:
@@ -396,12 +412,12 @@ class SglangEngine:
       budget=budget,
     )
     prompt = request.prompt_ids.tolist()
+    place = fleet_lib.Place(server)
     while draft.num_wanted:
       try:
-        answer, versions, server = await self._fleet.generate(
+        answer, versions, place = await self._fleet.generate(
           prompt + draft.token_ids,
-          server=server,
-          cache_key=cache_key,
+          place=place,
           max_tokens=draft.num_wanted,
           temperature=self.spec.temperature,
           stop_ids=self.spec.stop_ids,

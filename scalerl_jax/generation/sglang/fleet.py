@@ -10,12 +10,13 @@ hung, or lost a push comes back by the same door.
 Weights have a tag, RUN:VERSION. RUN is drawn anew by each process, so that
 weights which an earlier one left on a server are not taken for new ones.
 
-The cache of a prefix is shared under a key that changes with each push: no
-request that begins after a push meets a cache of before it.
+The cache of a prefix is shared under a key that changes with each load of
+weights: no request that is sent to a server after a load meets a cache of
+before it, but for what its own rollout left there.
 """
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import logging
@@ -44,6 +45,13 @@ class Weights(NamedTuple):
   version: int
   directory: pathlib.Path
   checksums: Mapping[str, str]  # Tensor → start of its SHA-256; may be empty.
+
+
+class Place(NamedTuple):
+  """Where a rollout goes on."""
+
+  server: int
+  cache_key: str | None = None  # None: it has left no prefix there.
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,6 +104,7 @@ class _Server:
     self.look: asyncio.Future[str] | None = None
     self.is_misfit = False
     self.num_devices = 1
+    self.num_loads = 0
     self.reason = ''
     self.paused_s = 0.0
 
@@ -134,7 +143,6 @@ class Fleet:
     self._context_tokens = context_tokens
     self._weights: Weights | None = None  # That servers are given.
     self._version = -1
-    self._num_pushes = 0
     # Tensors that servers hold as they were written: not fused, padded or
     # hashed in another way. Found at the first push, whose weights the engine
     # proves by their log-probs.
@@ -180,6 +188,8 @@ class Fleet:
     with contextlib.suppress(client_lib.UnavailableError):
       if server.is_ready:
         await server.client.abort(deadline_s=self._probe_s)
+        # A push may have been cut off.
+        await server.client.resume(deadline_s=self._probe_s)
     await server.client.close()
 
   async def push(self, weights: Weights) -> None:
@@ -210,7 +220,6 @@ class Fleet:
       )
     # Not before: a server that had not loaded them yet might be asked.
     self._version = weights.version
-    self._num_pushes += 1
     self.counts.pushes += 1
     self.counts.push_seconds += time.monotonic() - start
     longest = max(s.paused_s for s in servers)
@@ -262,38 +271,50 @@ class Fleet:
       ready, key=lambda i: (i == other_than, self._servers[i].outstanding)
     )
 
-  @property
-  def cache_key(self) -> str:
-    """Key of the prefixes whose cache the weights in force made."""
-    return f'{self.run_id}:{self._num_pushes}'
+  @contextlib.contextmanager
+  def reserved(self, server: int, num_tokens: int) -> Iterator[None]:
+    """Counts work that a server will be given, for those who choose next.
+
+    Args:
+      server: Its number.
+      num_tokens: How much.
+
+    Yields:
+      Nothing.
+    """
+    self._servers[server].outstanding += num_tokens
+    try:
+      yield
+    finally:
+      self._servers[server].outstanding -= num_tokens
 
   async def generate(
-    self, token_ids: Sequence[int], *, server: int, cache_key: str, **how: Any
-  ) -> tuple[client_lib.Answer, list[int], int]:
+    self, token_ids: Sequence[int], *, place: Place, **how: Any
+  ) -> tuple[client_lib.Answer, list[int], Place]:
     """Samples the tokens that follow, on whatever server lives.
 
     Args:
       token_ids: The prompt and the response so far.
-      server: Number of the server to ask first.
-      cache_key: From the property, when the first request of a rollout was
-        made.
+      place: The server to ask first, and the key of the prefix that the
+        rollout has there.
       **how: `max_tokens`, `temperature` and `stop_ids` of `Client.generate`.
 
     Returns:
-      (the answer, version of each token, number of a server to go
-        on with).
+      (the answer, version of each token, where to go on).
 
     Raises:
       client_lib.RefusedError: The request can be served by none.
       client_lib.UnavailableError: It was tried too often.
     """
     wait = _BACKOFF_S
+    server, key = place
     for _ in range(_MAX_TRIES):
       if not self._servers[server].is_ready:
-        server = await self.choose()
+        server, key = await self.choose(), None
       chosen = self._servers[server]
+      key = key or f'{self.run_id}:{chosen.num_loads}'
       try:
-        answer = await self._ask(chosen, token_ids, cache_key, how)
+        answer = await self._ask(chosen, token_ids, key, how)
       except client_lib.UnavailableError as error:
         _log.warning('asking again: %s', error)
         await self._look_at_once(chosen)
@@ -308,13 +329,14 @@ class Fleet:
         elif known:
           self._count(answer)
           if answer.ending is client_lib.Ending.ABORT:
-            server = await self.choose(other_than=server)
-          return answer, known, server
+            other = await self.choose(other_than=server)
+            return answer, known, Place(other, None)
+          return answer, known, Place(server, key)
         # Else it was aborted before its first token.
       self.counts.requests_repeated += 1
       await asyncio.sleep(wait)
       wait = min(2 * wait, _MAX_BACKOFF_S)
-      server = await self.choose(other_than=server)
+      server, key = await self.choose(other_than=server), None
     raise client_lib.UnavailableError(
       f'a request was given up after {_MAX_TRIES} tries'
     )
@@ -337,7 +359,7 @@ class Fleet:
     servers = [s for s in self._servers if s.is_ready]
     try:
       answers = await asyncio.gather(
-        *(self._ask(s, token_ids, 'check', how) for s in servers)
+        *(self._ask(s, token_ids, f'{self.run_id}:check', how) for s in servers)
       )
     except (client_lib.UnavailableError, client_lib.RefusedError) as error:
       raise FleetError(str(error)) from None
@@ -357,7 +379,8 @@ class Fleet:
   ) -> client_lib.Answer:
     self._num_requests += 1
     self.counts.requests += 1
-    request_id = f'{self.run_id}-{self._num_requests}'
+    # Of one length: a server aborts all that begin with an id.
+    request_id = f'{self.run_id}-{self._num_requests:012d}'
     server.outstanding += how['max_tokens']
     call = asyncio.ensure_future(
       server.client.generate(
@@ -439,7 +462,7 @@ class Fleet:
     """Pauses, loads, verifies and goes on; stays paused where that fails."""
     tag = f'{self.run_id}:{weights.version}'
     start = time.monotonic()
-    await server.client.pause(self._update)
+    await server.client.pause(self._update, deadline_s=2 * self._probe_s)
     await server.client.load_weights(
       str(weights.directory),
       tag=tag,
@@ -459,7 +482,8 @@ class Fleet:
       raise client_lib.UnavailableError(
         f'{server.address} does not hold what the first server does: {wrong}'
       )
-    await server.client.resume()
+    server.num_loads += 1
+    await server.client.resume(deadline_s=2 * self._probe_s)
     server.paused_s = time.monotonic() - start
 
   def _take_out(self, server: _Server, reason: str) -> None:
@@ -477,26 +501,34 @@ class Fleet:
       await asyncio.sleep(self._probe_s)
       if server.lock.locked():
         continue  # It is loading weights, which has a deadline of its own.
-      if problem := await self._look(server):
-        misses += 1
-        if misses >= _MISSES:
-          self._take_out(server, problem)
-        continue
-      misses = 0
-      if not server.is_ready:
-        with contextlib.suppress(client_lib.UnavailableError):
-          await server.client.abort(deadline_s=self._probe_s)
-          if await self._try_to_load(server):
-            _log.info('a server is back: %s', server.address)
+      try:
+        misses = await self._look_after(server, misses)
+      except Exception:
+        # Whatever a server says, it must go on being looked at.
+        _log.exception('a look at %s failed', server.address)
+
+  async def _look_after(self, server: _Server, misses: int) -> int:
+    """Takes a server out or lets it in; returns its misses in a row."""
+    if problem := await self._look(server):
+      if misses + 1 >= _MISSES:
+        self._take_out(server, problem)
+      return misses + 1
+    if not server.is_ready:
+      with contextlib.suppress(client_lib.UnavailableError):
+        await server.client.abort(deadline_s=self._probe_s)
+        if await self._try_to_load(server):
+          _log.info('a server is back: %s', server.address)
+    return 0
 
 
 def _misfit(info: Mapping[str, Any], context_tokens: int) -> str:
   """Says what of a server's settings a run cannot use; '': nothing."""
   length = info.get('context_length')
-  if isinstance(length, int) and length < context_tokens:
+  wanted = context_tokens + client_lib.SPARE_TOKENS
+  if isinstance(length, int) and length < wanted:
     return (
-      f'context_length={length} is below the {context_tokens} tokens of the'
-      ' longest sequence; start it with --context-length'
+      f'context_length={length} must be at least {wanted}, the longest sequence'
+      f' and {client_lib.SPARE_TOKENS} tokens; start it with --context-length'
     )
   if info.get('dtype') != 'float32' and not info.get('enable_fp32_lm_head'):
     return 'the head is not in float32; start it with --enable-fp32-lm-head'

@@ -384,20 +384,20 @@ class _Server:
         with open(os.open(self.spec.key_path, private, 0o600), 'w') as file:
           file.write(f'api-key: {json.dumps(self.spec.api_key)}\n')
       log = os.open(self.spec.log_path, private | os.O_APPEND, 0o600)
+      with open(log, 'ab') as output:
+        self._guard = subprocess.Popen(
+          [
+            *(sys.executable, '-I', '-S', guard.__file__),
+            *(str(os.getpid()), str(self._grace_s), *argv),
+          ],
+          env={**os.environ, **environment},
+          stdin=subprocess.DEVNULL,
+          stdout=output,
+          stderr=output,
+          start_new_session=True,
+        )
     except OSError as error:
       raise ServerError(f'{self.spec.url} cannot be started: {error}') from None
-    with open(log, 'ab') as output:
-      self._guard = subprocess.Popen(
-        [
-          *(sys.executable, '-I', '-S', guard.__file__),
-          *(str(os.getpid()), str(self._grace_s), *argv),
-        ],
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-      )
 
   def revive(self) -> None:
     """Starts it again if it ended and its time has come."""

@@ -144,6 +144,7 @@ class DiskTransport:
     self._write = write
     self._keep = keep
     self._count = 0
+    self._is_closed = False
     self._slots: collections.deque[_Slot] = collections.deque()
     with contextlib.ExitStack() as stack:
       try:
@@ -220,6 +221,9 @@ class DiskTransport:
     """Removes the versions; the directory too if nothing else is in it."""
     while self._slots:
       self._slots.pop().remove()
+    if self._is_closed:
+      return  # Another run may have the directory by now.
+    self._is_closed = True
     (self._directory / _LOCK).unlink(missing_ok=True)
     self._unlock.close()
     with contextlib.suppress(OSError):

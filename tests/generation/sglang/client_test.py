@@ -162,7 +162,7 @@ def test_errors_are_told_apart(path, status, error):
   ('changes', 'message'),
   [
     ({}, ''),
-    ({'context_length': 99}, 'context_length=99 is below the 100 tokens'),
+    ({'context_length': 107}, 'context_length=107 must be at least 108'),
     ({'enable_fp32_lm_head': False}, ''),
     ({'dtype': 'bfloat16'}, ''),
     (
@@ -175,7 +175,7 @@ def test_errors_are_told_apart(path, status, error):
 )
 def test_w12_settings_that_a_run_cannot_use_are_named(changes, message):
   info = {
-    'context_length': 100,
+    'context_length': 108,
     'dtype': 'float32',
     'enable_fp32_lm_head': True,
     'tokenizer_worker_num': 1,

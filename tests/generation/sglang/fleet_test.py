@@ -1,0 +1,186 @@
+"""A fleet whose servers do just what a test says, with no other process."""
+
+import contextlib
+import types
+
+import numpy as np
+import pytest
+
+from scalerl_jax import records
+from scalerl_jax.generation.sglang import client as client_lib
+from scalerl_jax.generation.sglang import engine as engine_lib
+from scalerl_jax.generation.sglang import fleet as fleet_lib
+from tests import tiny_model
+
+MADE = {}  # Address → client.
+
+
+class Client(client_lib.Client):
+  """A server that answers at once; `fails` is asked before each answer."""
+
+  def __init__(self, address, *, control_s, api_key=None):
+    super().__init__(address, control_s=control_s, api_key=api_key)
+    self.fails = lambda name: False
+    self.calls = []
+    self.tag = 'none'
+    self.keys = []
+    MADE[address] = self
+
+  async def _do(self, name, result=None):
+    self.calls.append(name)
+    if self.fails(name):
+      raise client_lib.UnavailableError(f'{self.address}/{name}: no')
+    return result
+
+  async def info(self, *, deadline_s=None):
+    return await self._do('info', {'dtype': 'float32'})
+
+  async def generate(self, token_ids, *, max_tokens, cache_key, **_):
+    self.keys.append(cache_key)
+    return await self._do(
+      'generate',
+      client_lib.Answer(
+        token_ids=np.full(max_tokens, 2, np.int32),
+        logps=np.full(max_tokens, -1.0, np.float32),
+        tags=(self.tag,) * max_tokens,
+        ending=client_lib.Ending.LENGTH,
+      ),
+    )
+
+  async def pause(self, mode, *, deadline_s=None):
+    await self._do('pause')
+
+  async def resume(self, *, deadline_s=None):
+    await self._do('resume')
+
+  async def abort(self, request_id=None, *, deadline_s=None):
+    await self._do('abort')
+
+  async def load_weights(self, directory, *, tag, flush_cache):
+    await self._do('load')
+    self.tag = tag
+
+  async def checksums(self):
+    return await self._do('checksums', {'0/w': 'aa'})
+
+  async def close(self):
+    await self._do('close')
+
+
+class Transport:
+  def publish(self, params, version):
+    return types.SimpleNamespace(directory='nowhere', checksums={'w': 'aa'})
+
+  def discard(self, published):
+    pass
+
+  def close(self):
+    pass
+
+
+@pytest.fixture
+def make(monkeypatch):
+  monkeypatch.setattr(client_lib, 'Client', Client)
+  with contextlib.ExitStack() as stack:
+
+    def engine(count=2, **options):
+      made = engine_lib.SglangEngine(
+        engine_lib.SamplingSpec(
+          num_slots=64,
+          prompt_tokens=5,
+          response_tokens=8,
+          temperature=1.0,
+          stop_ids=(1,),
+          interruption=None,
+          vocab_size=18,
+        ),
+        [f'http://server{i}' for i in range(count)],
+        Transport(),
+        score=lambda params, ids: np.full(len(ids) - 1, -1.0, np.float32),
+        seed=0,
+        **options,
+      )
+      stack.enter_context(contextlib.closing(made))
+      made.update_weights(None, 0)
+      for client in MADE.values():
+        client.calls.clear()
+      return made
+
+    yield engine
+
+
+def test_a_burst_of_groups_is_spread(make):
+  made = make(count=4)
+  made.generate([tiny_model.request(v, num_samples=4) for v in range(32)])
+  counts = [c.calls.count('generate') for c in MADE.values()]
+  assert sum(counts) == 128
+  assert max(counts) <= 2 * min(counts)
+
+
+def test_a_rollout_that_is_given_up_has_no_tokens(make, monkeypatch):
+  monkeypatch.setattr(fleet_lib, '_BACKOFF_S', 0.0)
+  made = make()
+  for client in MADE.values():
+    client.fails = lambda name: name == 'generate'
+  (group,) = made.generate([tiny_model.request(0)])
+  for r in group.rollouts:
+    assert r.finish_reason is records.FinishReason.ABORTED
+    assert len(r.token_ids) == 0
+  assert made.metrics()['sglang/servers_ready'] == 2
+
+
+def test_w03_an_evaluation_without_servers_ends(make):
+  made = make(deadline_s=0.5, probe_s=0.1)
+  for client in MADE.values():
+    client.fails = lambda name: name != 'close'
+  with pytest.raises(fleet_lib.FleetError, match=r'server0/info: no; http'):
+    made.generate([tiny_model.request(0)])
+
+
+def test_w10_a_key_is_of_one_load_of_one_server(make):
+  made = make(count=1)
+  (client,) = MADE.values()
+  keys = []
+  for version in (1, 2):
+    made.generate([tiny_model.request(version)])
+    keys.append(set(client.keys[-2:]))
+    made.update_weights(None, version)
+  assert len(keys[0]) == len(keys[1]) == 1
+  assert not keys[0] & keys[1]
+
+
+def test_w13_every_server_must_take_the_weights(make):
+  made = make(count=3)
+  clients = list(MADE.values())
+  clients[1].fails = lambda name: name == 'load'
+  made.update_weights(None, 1)
+  assert made.metrics()['sglang/servers_ready'] == 2
+  assert 'resume' not in clients[1].calls  # Paused until it has them.
+
+
+def test_a_server_that_talks_nonsense_is_looked_at_again(make):
+  made = make(probe_s=0.05)
+  client = MADE['http://server0']
+
+  def fails(name):
+    if name == 'info':
+      raise AttributeError('nonsense')
+    return False
+
+  client.fails = fails
+  while client.calls.count('info') < 3:
+    made.step()
+  client.fails = lambda name: False
+  assert made.metrics()['sglang/servers_ready'] == 2
+
+
+def test_a_server_is_left_sampling(make):
+  made = make(count=1)
+  made.close()
+  (client,) = MADE.values()
+  assert client.calls[-3:] == ['abort', 'resume', 'close']
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+  MADE.clear()
