@@ -123,26 +123,33 @@ def submit_and_begin(made, *, count=2):
 def test_w10_versions_are_those_of_each_token(make, refresh):
   # Servers do not wait for a refresh after an update.
   options = {'update': 'retract'} if refresh else None
-  made = submit_and_begin(make(**LONG, version=3, options=options))
-  made.update_weights(tiny_model.params(1), 4)
-  assert made.version == 4
+  made = make(**LONG, weights=1, version=3, options=options)
+  # When a server samples is its own affair: until an update met rollouts.
+  for version in range(3, 13):
+    submit_and_begin(made)
+    made.update_weights(tiny_model.params((version + 1) % 2), version + 1)
+    assert made.version == version + 1
+    if refresh:
+      made.refresh_cache()
+    assert set(made.in_flight.values()) == {version}
+    groups = tiny_engine.run_to_end(made)
+    assert all(g.admitted_version == version for g in groups)
+    spans = [r.policy_versions for _, r in tiny_engine.rollouts(groups)]
+    for span in spans:
+      assert len(span) == 200
+      assert (np.diff(span) >= 0).all()
+      assert set(span.tolist()) <= {version, version + 1}
+    if all(len(set(span.tolist())) == 2 for span in spans):
+      break
+  else:
+    raise AssertionError('no update met the rollouts')
+  weights = {version: version % 2, version + 1: (version + 1) % 2}
   if refresh:
-    made.refresh_cache()
-  assert set(made.in_flight.values()) == {3}
-  groups = tiny_engine.run_to_end(made)
-  assert all(g.admitted_version == 3 for g in groups)
-  seen = set()
-  for _, r in tiny_engine.rollouts(groups):
-    assert len(r.token_ids) == 200
-    assert (np.diff(r.policy_versions) >= 0).all()
-    seen |= set(r.policy_versions.tolist())
-  assert seen == {3, 4}
-  if refresh:
-    assert assert_scored_alike(groups, weights={3: 0, 4: 1}) == 800
+    assert assert_scored_alike(groups, weights=weights) == 800
   else:  # Of the first span there is no cache of other weights.
-    old = tiny_engine.scored(groups, tiny_model.params(0), width=WIDTH)
-    for r, logps in old:
-      first = r.policy_versions == 3
+    old = tiny_model.params(weights[version])
+    for r, logps in tiny_engine.scored(groups, old, width=WIDTH):
+      first = r.policy_versions == version
       np.testing.assert_allclose(
         r.logps[first], logps[first], rtol=0, atol=1e-4
       )

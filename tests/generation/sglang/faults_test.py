@@ -176,11 +176,15 @@ def test_w02_nothing_waits_for_ever(make):
     make(urls=('http://127.0.0.1:9',))
 
 
-def test_a_server_may_join_later(servers, make):
-  urls = (*servers.urls, 'http://127.0.0.1:9')
-  made = make(urls=urls, **LONG)
-  assert counts(made).servers_ready == 2
+def test_a_server_may_join_later(servers, make, proxy):
+  proxy.cuts = lambda path: True
+  urls = (proxy.url, servers.urls[1])
+  made = make(urls=urls, **LONG, options={'probe_s': 1.0})
+  assert counts(made).servers_ready == 1
   run(made, visits=range(4), weights={0: 0})
+  proxy.cuts = lambda path: False
+  wait_until(lambda: counts(made).servers_ready == 2)
+  run(made, visits=range(10, 14), weights={0: 0})
 
 
 def test_p11_a_server_with_another_model_is_refused(servers, make):
