@@ -167,7 +167,7 @@ def test_close_ends_whole_trees_and_nothing_else(tmp_path):
       running.wait_ready(30.0)
       assert all(map(_is_alive, _pids(tmp_path)))
     running.close()
-    assert not any(map(_is_alive, _pids(tmp_path)))
+    _wait(lambda: not any(map(_is_alive, _pids(tmp_path))))
     assert running.process_groups == (None,)
     assert other.poll() is None
     other.communicate(b'\n')
@@ -178,7 +178,7 @@ def test_who_does_not_listen_is_killed(tmp_path):
     [spec(tmp_path)], tmp_path, kind='deaf', grace_s=0.5
   ) as running:
     running.wait_ready(30.0)
-  assert not any(map(_is_alive, _pids(tmp_path)))
+  _wait(lambda: not any(map(_is_alive, _pids(tmp_path))))
 
 
 def test_who_was_stopped_is_ended_too(tmp_path):
@@ -187,7 +187,7 @@ def test_who_was_stopped_is_ended_too(tmp_path):
     os.killpg(running.process_groups[0], signal.SIGSTOP)
     started = time.monotonic()
   assert time.monotonic() - started < 5.0  # It heard SIGTERM.
-  assert not any(map(_is_alive, _pids(tmp_path)))
+  _wait(lambda: not any(map(_is_alive, _pids(tmp_path))))
 
 
 @pytest.mark.parametrize('of_group', [True, False])
@@ -201,7 +201,7 @@ def test_a_server_that_dies_is_started_again(tmp_path, of_group):
       os.kill(pid, signal.SIGKILL)
     _wait(lambda: running.num_restarts == 1)
     running.wait_ready(30.0)
-    assert not _is_alive(child)
+    _wait(lambda: not _is_alive(child))
     assert len(_pids(tmp_path)) == 4
     running.check()
 
@@ -230,7 +230,7 @@ def test_gives_up_with_the_end_of_the_log(tmp_path, caplog):
     with pytest.raises(servers_lib.ServerError):
       running.check()
   assert caplog.text.count('starts again in') == 2
-  assert not any(map(_is_alive, _pids(tmp_path)))
+  _wait(lambda: not any(map(_is_alive, _pids(tmp_path))))
 
 
 def test_a_long_life_begins_a_new_row(tmp_path):
