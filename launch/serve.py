@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import logging
 import pathlib
 import signal
+import socket
 import sys
 import time
 
@@ -103,7 +104,7 @@ def _serve(config: config_lib.RunConfig) -> int:
     specs = build.server_specs(config, directory, host=_HOST.value)
     with servers.Supervisor(specs) as supervisor:
       supervisor.wait_ready(
-        _READY_S, on_ready=lambda spec: print(f'ready: {spec.url}', flush=True)
+        _READY_S, on_ready=lambda s: print(f'ready: {_url(s)}', flush=True)
       )
       while True:
         supervisor.check()
@@ -112,6 +113,13 @@ def _serve(config: config_lib.RunConfig) -> int:
     return _fail(error, 2)
   except (servers.ServerError, OSError) as error:
     return _fail(error, 1)
+
+
+def _url(spec: servers.ServerSpec) -> str:
+  """Address that others can use, where it listens on all of its own."""
+  if spec.host in ('0.0.0.0', '::'):
+    return f'http://{socket.gethostname()}:{spec.port}'
+  return spec.url
 
 
 def _fail(error: object, code: int) -> int:

@@ -26,6 +26,7 @@ class FakeEngine:
     self.fails_at: int | None = None
     self.stalls = False
     self.gives_up: set[int] = set()
+    self.is_concurrent = False
     self.gate = threading.Event()
     self.gate.set()
     self.num_refreshes = 0

@@ -231,6 +231,7 @@ class _Experiment:
       ),
     )
     self._last_update_s += seconds  # Not a part of any update.
+    self._producer.leave_out(seconds)
 
   def checkpoint(self, updates: int) -> None:
     self._checkpointer.save(

@@ -19,6 +19,10 @@ class Engine(Protocol):
     """Devices that generate, for device-hours."""
 
   @property
+  def is_concurrent(self) -> bool:
+    """Whether it goes on generating while it is not called."""
+
+  @property
   def num_in_flight(self) -> int:
     """Prompt visits submitted and not yet returned."""
 

@@ -123,6 +123,11 @@ class JaxEngine:
     return 1
 
   @property
+  def is_concurrent(self) -> bool:
+    """False: it generates in `step`."""
+    return False
+
+  @property
   def num_in_flight(self) -> int:
     """Prompt visits submitted and not yet returned."""
     return len(self._active)

@@ -83,6 +83,8 @@ class RolloutProducer:
     self._visits: dict[int, Any] = {}  # Submitted and not consumed.
     self._complete: dict[int, records.RolloutGroup] = {}
     self.meter = compute.ComputeMeter()
+    # Up to when the work of a concurrent engine was metered; None: it had none.
+    self._metered_until: float | None = None
 
   def pump(self) -> bool:
     """Takes new weights, submits what is allowed, generates one dispatch.
@@ -91,6 +93,8 @@ class RolloutProducer:
       False where there was nothing to do.
     """
     start = time.monotonic()
+    if self._engine.is_concurrent and self._metered_until is not None:
+      start = self._metered_until
     weights = self._store.latest()
     if weights.version != self._engine.version:
       self._engine.update_weights(weights.params, weights.version)
@@ -101,11 +105,21 @@ class RolloutProducer:
       return False
     for group in self._engine.step():
       self._finish(group)
-    seconds = time.monotonic() - start
+    end = time.monotonic()
     self.meter = self.meter.add(
-      generation_seconds=seconds * self._engine.num_devices
+      generation_seconds=(end - start) * self._engine.num_devices
     )
+    self._metered_until = end if self._engine.num_in_flight else None
     return True
+
+  def leave_out(self, seconds: float) -> None:
+    """Does not meter time in which the engine worked for somebody else.
+
+    Args:
+      seconds: How long, since the last `pump`.
+    """
+    if self._metered_until is not None:
+      self._metered_until += seconds
 
   def select(self, version: int) -> list[records.RolloutGroup] | None:
     """Takes the groups of the trainer's next update out of the buffer.

@@ -1,6 +1,7 @@
 import signal
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -275,3 +276,43 @@ def test_published_weights_outlive_the_donation_of_the_originals():
   store.publish(params, 1)
   params['w'].delete()
   np.testing.assert_array_equal(store.latest().params['w'], [0.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize('is_concurrent', [False, True])
+def test_what_a_concurrent_engine_does_between_calls_is_metered(
+  monkeypatch, is_concurrent
+):
+  now = 0.0
+
+  def pump(*, seconds):
+    nonlocal now
+    step = run.engine.step
+
+    def slow():
+      nonlocal now
+      now += seconds
+      return step()
+
+    run.engine.step = slow
+    assert run.producer.pump()
+    run.engine.step = step
+
+  run = _Run('lockstep', max_lag=0)
+  run.engine.is_concurrent = is_concurrent
+  run.engine.stalls = True
+  clock = types.SimpleNamespace(monotonic=lambda: now)
+  monkeypatch.setattr(rollouts, 'time', clock)
+  pump(seconds=1.0)
+  now += 10.0  # The trainer is at work,
+  now += 100.0  # And an evaluation.
+  run.producer.leave_out(100.0)
+  pump(seconds=2.0)
+  expected = 13.0 if is_concurrent else 3.0
+  assert run.producer.meter.generation_seconds == expected
+  run.engine.stalls = False
+  while run.engine.num_in_flight:
+    pump(seconds=0.0)
+  now += 1000.0  # There is nothing to generate.
+  run.producer.leave_out(0.0)
+  assert not run.producer.pump()
+  assert run.producer.meter.generation_seconds == expected

@@ -61,6 +61,20 @@ class Answer:
   num_retractions: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+  """Log-probs of given tokens.
+
+  Attributes:
+    logps: Float32 log-prob of each token but the first, at temperature 1, in
+      nats.
+    tag: Name of the weights that made them.
+  """
+
+  logps: Float[np.ndarray, ' N']
+  tag: str
+
+
 def parse_answer(reply: Any) -> Answer:
   """Reads the reply to a request for tokens.
 
@@ -102,6 +116,34 @@ def parse_answer(reply: Any) -> Answer:
       num_cached=int(meta.get('cached_tokens') or 0),
       num_retractions=int(meta.get('num_retractions') or 0),
     )
+  except (KeyError, TypeError, ValueError, IndexError) as error:
+    raise UnavailableError(
+      f'a reply to /generate cannot be used: {error!r}'
+    ) from None
+
+
+def parse_scores(reply: Any, token_ids: Sequence[int]) -> Scores:
+  """Reads the reply to a request for the log-probs of given tokens.
+
+  Args:
+    reply: As it came, parsed from JSON; one token was sampled after them.
+    token_ids: The tokens.
+
+  Returns:
+    The scores.
+
+  Raises:
+    UnavailableError: It is not such a reply.
+  """
+  answer = parse_answer(reply)
+  try:
+    scored = reply['meta_info']['input_token_logprobs']
+    if [int(s[1]) for s in scored] != list(token_ids):
+      raise ValueError('input_token_logprobs are not those of the tokens')
+    logps = np.array([s[0] for s in scored[1:]], np.float32)
+    if not np.isfinite(logps).all():
+      raise ValueError('a log-prob is not finite')
+    return Scores(logps=logps, tag=answer.tags[0])
   except (KeyError, TypeError, ValueError, IndexError) as error:
     raise UnavailableError(
       f'a reply to /generate cannot be used: {error!r}'
@@ -186,6 +228,39 @@ class Client:
       deadline_s=deadline_s,
     )
     return parse_answer(reply)
+
+  async def score(
+    self, token_ids: Sequence[int], *, request_id: str, deadline_s: float
+  ) -> Scores:
+    """Asks for the log-probs of given tokens.
+
+    Args:
+      token_ids: At least 2; the last of the vocabulary cannot be scored.
+      request_id: Never used before on this server.
+      deadline_s: Seconds that it may take.
+
+    Returns:
+      The scores.
+
+    Raises:
+      UnavailableError: There was no usable reply in time.
+      RefusedError: The request is not accepted.
+    """
+    reply = await self._call(
+      'POST',
+      '/generate',
+      {
+        'rid': request_id,
+        'input_ids': [int(t) for t in token_ids],
+        'sampling_params': {'max_new_tokens': 1, 'ignore_eos': True},
+        'return_logprob': True,
+        'logprob_start_len': 0,
+        # Of its own: what was cached would not be scored.
+        'extra_key': request_id,
+      },
+      deadline_s=deadline_s,
+    )
+    return parse_scores(reply, token_ids)
 
   async def abort(
     self, request_id: str | None = None, *, deadline_s: float | None = None

@@ -83,6 +83,8 @@ class _Connection:
       target=self._loop.run_forever, name='sglang', daemon=True
     )
     self._thread.start()
+    self._lock = threading.Lock()
+    self._is_closed = False
 
     async def make() -> fleet_lib.Fleet:
       return fleet()
@@ -93,16 +95,25 @@ class _Connection:
   def submit(
     self, work: Coroutine[Any, Any, T]
   ) -> 'concurrent.futures.Future[T]':
-    return asyncio.run_coroutine_threadsafe(work, self._loop)
+    with self._lock:
+      if self._is_closed:  # Nobody would do it.
+        work.close()
+        raise fleet_lib.FleetError('the engine is closed')
+      return asyncio.run_coroutine_threadsafe(work, self._loop)
 
   def call(self, work: Coroutine[Any, Any, T]) -> T:
-    return self.submit(work).result()
+    try:
+      return self.submit(work).result()
+    except concurrent.futures.CancelledError:
+      raise fleet_lib.FleetError('the engine was closed') from None
 
   def close(self) -> None:
-    if not self._thread.is_alive():
-      return
+    with self._lock:
+      if self._is_closed:
+        return
+      self._is_closed = True
     try:
-      self.call(self._end())
+      asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
     finally:
       self._loop.call_soon_threadsafe(self._loop.stop)
       self._thread.join()
@@ -145,7 +156,8 @@ class SglangEngine:
         with before the first rollout.
       seed: Of the thinking budgets; tokens are drawn by the servers.
       update: `in_place` or `retract`; see `Client.pause`.
-      max_logp_diff: Largest mean |Δ log-prob| of that comparison, in nats.
+      max_logp_diff: Largest mean |Δ log-prob| of that comparison, and of one
+        between a server that joins later and another, in nats.
       probe_s: Seconds between two looks at a server.
       control_s: Seconds that a server may take for new weights.
       request_s: Seconds after which a request is taken to another server.
@@ -162,6 +174,11 @@ class SglangEngine:
     self._seed = seed
     self._max_logp_diff = max_logp_diff
     self._active: dict[int, _Pending] = {}
+    self._closing = threading.Event()
+    # Without the last token, which SGLang scores as if it were the first.
+    probe = np.random.default_rng(0).integers(
+      0, spec.vocab_size - 1, min(_CHECK_TOKENS, spec.context_tokens)
+    )
 
     def fleet() -> fleet_lib.Fleet:
       return fleet_lib.Fleet(
@@ -173,6 +190,8 @@ class SglangEngine:
         probe_s=probe_s,
         request_s=request_s,
         context_tokens=spec.context_tokens,
+        probe_ids=probe.tolist(),
+        max_logp_diff=max_logp_diff,
       )
 
     self._deadline_s = deadline_s
@@ -211,6 +230,11 @@ class SglangEngine:
   def num_devices(self) -> int:
     """Devices of the servers that are ready."""
     return self._fleet.num_devices
+
+  @property
+  def is_concurrent(self) -> bool:
+    """True: servers go on while nobody waits for them."""
+    return True
 
   @property
   def num_in_flight(self) -> int:
@@ -319,13 +343,13 @@ class SglangEngine:
         break
       except (OSError, fleet_lib.FleetError) as error:
         elapsed = time.monotonic() - start
-        if elapsed + wait > self._deadline_s:
+        if elapsed + wait > self._deadline_s or self._closing.is_set():
           raise fleet_lib.FleetError(
             f'version {version} could not be brought to the servers in'
             f' {elapsed:.0f} s (pipeline.deadline_s): {error}'
           ) from error
         _log.warning('weights, version %d, again: %s', version, error)
-        time.sleep(wait)
+        self._closing.wait(wait)
         wait = min(2 * wait, _MAX_BACKOFF_S)
     if not self._connection.checked:
       self._check(params)
@@ -373,6 +397,7 @@ class SglangEngine:
 
   def close(self) -> None:
     """Ends all requests and the event loop; a second time does nothing."""
+    self._closing.set()
     try:
       self._connection.close()
     finally:

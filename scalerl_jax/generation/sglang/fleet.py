@@ -10,12 +10,18 @@ hung, or lost a push comes back by the same door.
 Weights have a tag, RUN:VERSION. RUN is drawn anew by each process, so that
 weights which an earlier one left on a server are not taken for new ones.
 
+What a server holds after a load is compared with the manifest, where it names
+and hashes tensors as that does, and with what most servers hold. A server that
+joins others has to score tokens as they do, too: it may have right weights and
+a wrong model around them.
+
 The cache of a prefix is shared under a key that changes with each load of
 weights: no request that is sent to a server after a load meets a cache of
 before it, but for what its own rollout left there.
 """
 
 import asyncio
+import collections
 from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
@@ -25,6 +31,8 @@ import pathlib
 import time
 from typing import Any, NamedTuple
 import uuid
+
+import numpy as np
 
 from scalerl_jax.generation.sglang import client as client_lib
 
@@ -37,6 +45,10 @@ _MAX_BACKOFF_S = 5.0
 
 class FleetError(RuntimeError):
   """The servers cannot do what a run needs; names them and the reason."""
+
+
+class _WrongError(RuntimeError):
+  """A server does not do what its weights should make it do."""
 
 
 class Weights(NamedTuple):
@@ -92,6 +104,45 @@ class Counts:
   max_pause_seconds: float = 0.0
 
 
+class _Vote:
+  """Finds out which checksums are right: those of most that were sent weights.
+
+  It is decided as soon as more than half agree, so that one that hangs does not
+  keep the others waiting.
+  """
+
+  def __init__(self, voters: Collection[str]) -> None:
+    self._left = set(voters)
+    self._cast: collections.Counter[frozenset[tuple[str, str]]] = (
+      collections.Counter()
+    )
+    self._right: dict[str, str] | None = None
+    self._decided = asyncio.Event()
+
+  def cast(self, voter: str, sums: Mapping[str, str]) -> None:
+    self._cast[frozenset(sums.items())] += 1
+    self.leave(voter)
+
+  def leave(self, voter: str) -> None:
+    """Counts on a voter no more; after `cast` it changes nothing."""
+    self._left.discard(voter)
+    for sums, count in self._cast.most_common(1):
+      if 2 * count > self._cast.total() + len(self._left):
+        self._right = dict(sums)
+    if self._right is not None or not self._left:
+      self._decided.set()
+
+  async def objection(self, sums: Mapping[str, str]) -> str:
+    """Waits for the result; says what is wrong with checksums, '' for none."""
+    await self._decided.wait()
+    if self._right is None:
+      return 'no more than half of the servers agree on what they hold'
+    names = self._right.keys() | sums.keys()
+    if wrong := _differences(sums, self._right, names):
+      return f'it does not hold what most servers do: {wrong}'
+    return ''
+
+
 class _Server:
   """A server as the fleet knows it."""
 
@@ -124,6 +175,8 @@ class Fleet:
     probe_s: float,
     request_s: float,
     context_tokens: int,
+    probe_ids: Sequence[int],
+    max_logp_diff: float,
   ) -> None:
     """Knows the servers; `start` talks to them.
 
@@ -133,6 +186,9 @@ class Fleet:
       probe_s: Seconds between two looks at a server, and that one may take.
       request_s: Seconds after which a request is taken to another server.
       context_tokens: Longest sequence that will be asked for.
+      probe_ids: Tokens, at least 2, that a server which joins others has to
+        score as they do.
+      max_logp_diff: Largest mean |Δ log-prob| of that comparison, in nats.
     """
     self.counts = Counts()
     self.run_id = uuid.uuid4().hex[:12]
@@ -141,14 +197,15 @@ class Fleet:
     self._probe_s = probe_s
     self._request_s = request_s
     self._context_tokens = context_tokens
+    self._probe_ids = probe_ids
+    self._max_logp_diff = max_logp_diff
     self._weights: Weights | None = None  # That servers are given.
+    self._vote = _Vote(())  # On them.
     self._version = -1
     # Tensors that servers hold as they were written: not fused, padded or
     # hashed in another way. Found at the first push, whose weights the engine
     # proves by their log-probs.
     self._comparable: set[str] | None = None
-    # Tag → what the first server to load the weights had for checksums.
-    self._sums: dict[str, dict[str, str]] = {}
     self._num_requests = 0
     self._changed = asyncio.Condition()
     self._watchers: list[asyncio.Task[None]] = []
@@ -206,15 +263,23 @@ class Fleet:
         it has been given the weights, these or others, once more.
     """
     start = time.monotonic()
-    before, self._weights = self._weights, weights
-    self._sums = {}
+    before = self._weights, self._vote
     ready = [s for s in self._servers if s.is_ready]
     servers = ready or self._servers
-    done = await asyncio.gather(*(self._try_to_load(s) for s in servers))
-    if not any(done):
+    vote = _Vote([s.address for s in servers])
+    self._weights, self._vote = weights, vote
+
+    async def take(server: _Server) -> None:
+      try:
+        await self._try_to_load(server, votes=True)
+      finally:
+        vote.leave(server.address)
+
+    await asyncio.gather(*(take(s) for s in servers))
+    if not any(s.is_ready for s in self._servers):
       self.counts.pushes_failed += 1
       # Good once: the watchers give them back.
-      self._weights = before
+      self._weights, self._vote = before
       raise FleetError(
         f'no server took version {weights.version}: {self.reasons()}'
       )
@@ -436,36 +501,93 @@ class Fleet:
     if problem and not server.lock.locked():
       self._take_out(server, problem)
 
-  async def _try_to_load(self, server: _Server) -> bool:
-    try:
-      async with server.lock:
+  async def _try_to_load(self, server: _Server, *, votes: bool = False) -> None:
+    """Gives a server the weights; it is ready then, or else out."""
+    async with server.lock:
+      try:
         if not server.is_ready and (problem := await self._look(server)):
           raise client_lib.UnavailableError(problem)
-        loaded = None
-        while loaded is not self._weights:  # They may have changed meanwhile.
-          loaded = self._weights
-          assert loaded is not None
-          await self._load(server, loaded)
-    except client_lib.UnavailableError as error:
-      self._take_out(server, str(error))
+        if votes:
+          await self._load(server, votes=True)
+        else:
+          await self._join(server)
+      except (client_lib.UnavailableError, client_lib.RefusedError) as error:
+        self._take_out(server, str(error))
+        return
+      except _WrongError as error:
+        self._take_out(server, f'{server.address}: {error}')
+        return
+      if not server.is_ready:
+        server.is_ready = True
+        server.gone.clear()
+        self.counts.servers_admitted += 1
+        self.counts.servers_ready += 1
+    async with self._changed:
+      self._changed.notify_all()
+
+  async def _join(self, server: _Server) -> None:
+    """Loads and compares; weights may change meanwhile."""
+    others = [s for s in self._servers if s.is_ready]
+    other = min(others, key=lambda s: s.outstanding, default=None)
+    for _ in range(_MAX_TRIES):
+      expected = None
+      if other is not None:  # It is busy, so first.
+        expected = await self._score(other)
+      loaded = await self._load(server)
+      if expected is None or await self._scores_alike(server, expected):
+        break
+    else:
+      raise _WrongError('the weights changed too often to join')
+    while loaded is not self._weights:
+      loaded = await self._load(server)
+
+  async def _scores_alike(
+    self, server: _Server, expected: client_lib.Scores
+  ) -> bool:
+    """Compares log-probs; False: they are of other weights."""
+    found = await self._score(server)
+    if found.tag != expected.tag:
       return False
-    if not server.is_ready:
-      server.is_ready = True
-      server.gone.clear()
-      self.counts.servers_admitted += 1
-      self.counts.servers_ready += 1
-      async with self._changed:
-        self._changed.notify_all()
+    diff = float(np.mean(abs(found.logps - expected.logps)))
+    if not diff <= self._max_logp_diff:
+      raise _WrongError(
+        f'its log-probs differ from those of another server by {diff:.3g} nats'
+        f' on average, more than max_logp_diff={self._max_logp_diff}, with the'
+        ' same weights; is it the same model, with the same dtype?'
+      )
     return True
 
-  async def _load(self, server: _Server, weights: Weights) -> None:
+  async def _score(self, server: _Server) -> client_lib.Scores:
+    self._num_requests += 1
+    return await server.client.score(
+      self._probe_ids,
+      request_id=f'{self.run_id}-{self._num_requests:012d}',
+      deadline_s=self._request_s,
+    )
+
+  async def _load(self, server: _Server, *, votes: bool = False) -> Weights:
     """Pauses, loads, verifies and goes on; stays paused where that fails."""
-    tag = f'{self.run_id}:{weights.version}'
+    assert self._weights is not None
+    weights, vote = self._weights, self._vote
     start = time.monotonic()
+    sums = await self._load_paused(server, weights)
+    if votes:
+      vote.cast(server.address, sums)
+    if wrong := await vote.objection(sums):
+      raise _WrongError(wrong)
+    server.num_loads += 1
+    await server.client.resume(deadline_s=2 * self._probe_s)
+    server.paused_s = time.monotonic() - start
+    return weights
+
+  async def _load_paused(
+    self, server: _Server, weights: Weights
+  ) -> dict[str, str]:
+    """Returns the checksums, which the manifest does not contradict."""
     await server.client.pause(self._update, deadline_s=2 * self._probe_s)
     await server.client.load_weights(
       str(weights.directory),
-      tag=tag,
+      tag=f'{self.run_id}:{weights.version}',
       flush_cache=self._update == 'retract',
     )
     sums = await server.client.checksums()
@@ -474,17 +596,8 @@ class Fleet:
       same = held.items() & weights.checksums.items()
       self._comparable = {name for name, _ in same}
     if wrong := _differences(held, weights.checksums, self._comparable):
-      raise client_lib.UnavailableError(
-        f'{server.address} does not hold what was written: {wrong}'
-      )
-    first = self._sums.setdefault(tag, sums)
-    if wrong := _differences(sums, first, first.keys() | sums.keys()):
-      raise client_lib.UnavailableError(
-        f'{server.address} does not hold what the first server does: {wrong}'
-      )
-    server.num_loads += 1
-    await server.client.resume(deadline_s=2 * self._probe_s)
-    server.paused_s = time.monotonic() - start
+      raise _WrongError(f'it does not hold what was written: {wrong}')
+    return sums
 
   def _take_out(self, server: _Server, reason: str) -> None:
     server.reason = reason
@@ -516,7 +629,8 @@ class Fleet:
     if not server.is_ready:
       with contextlib.suppress(client_lib.UnavailableError):
         await server.client.abort(deadline_s=self._probe_s)
-        if await self._try_to_load(server):
+        await self._try_to_load(server)
+        if server.is_ready:
           _log.info('a server is back: %s', server.address)
     return 0
 

@@ -1,6 +1,9 @@
 """A fleet whose servers do just what a test says, with no other process."""
 
+import asyncio
+import concurrent.futures
 import contextlib
+import time
 import types
 
 import numpy as np
@@ -21,13 +24,18 @@ class Client(client_lib.Client):
   def __init__(self, address, *, control_s, api_key=None):
     super().__init__(address, control_s=control_s, api_key=api_key)
     self.fails = lambda name: False
+    self.hangs = set()
     self.calls = []
     self.tag = 'none'
+    self.sums = {'0/w': 'aa'}
+    self.logp = -1.0
     self.keys = []
     MADE[address] = self
 
   async def _do(self, name, result=None):
     self.calls.append(name)
+    while name in self.hangs:
+      await asyncio.sleep(0.01)
     if self.fails(name):
       raise client_lib.UnavailableError(f'{self.address}/{name}: no')
     return result
@@ -47,6 +55,10 @@ class Client(client_lib.Client):
       ),
     )
 
+  async def score(self, token_ids, *, request_id, deadline_s):
+    logps = np.full(len(token_ids) - 1, self.logp, np.float32)
+    return await self._do('score', client_lib.Scores(logps=logps, tag=self.tag))
+
   async def pause(self, mode, *, deadline_s=None):
     await self._do('pause')
 
@@ -61,15 +73,20 @@ class Client(client_lib.Client):
     self.tag = tag
 
   async def checksums(self):
-    return await self._do('checksums', {'0/w': 'aa'})
+    return await self._do('checksums', self.sums)
 
   async def close(self):
     await self._do('close')
 
 
 class Transport:
+  """Publishes nothing, with checksums as servers have them or with none."""
+
+  def __init__(self, checksums):
+    self.checksums = checksums
+
   def publish(self, params, version):
-    return types.SimpleNamespace(directory='nowhere', checksums={'w': 'aa'})
+    return types.SimpleNamespace(directory='nowhere', checksums=self.checksums)
 
   def discard(self, published):
     pass
@@ -83,7 +100,7 @@ def make(monkeypatch):
   monkeypatch.setattr(client_lib, 'Client', Client)
   with contextlib.ExitStack() as stack:
 
-    def engine(count=2, **options):
+    def engine(count=2, *, checksums=(('w', 'aa'),), **options):
       made = engine_lib.SglangEngine(
         engine_lib.SamplingSpec(
           num_slots=64,
@@ -95,7 +112,7 @@ def make(monkeypatch):
           vocab_size=18,
         ),
         [f'http://server{i}' for i in range(count)],
-        Transport(),
+        Transport(dict(checksums)),
         score=lambda params, ids: np.full(len(ids) - 1, -1.0, np.float32),
         seed=0,
         **options,
@@ -156,6 +173,104 @@ def test_w13_every_server_must_take_the_weights(make):
   made.update_weights(None, 1)
   assert made.metrics()['sglang/servers_ready'] == 2
   assert 'resume' not in clients[1].calls  # Paused until it has them.
+
+
+def wait_until(condition, *, seconds=30.0):
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+def ready(made):
+  return made.metrics()['sglang/servers_ready']
+
+
+def reasons(made):
+  return made._fleet.reasons()
+
+
+def test_w05_what_was_not_written_is_not_taken(make):
+  made = make(count=2)
+  clients = list(MADE.values())
+  clients[0].sums = {'0/w': 'bb'}
+  made.update_weights(None, 1)
+  assert 'server0: it does not hold what was written: w' in reasons(made)
+  assert 'resume' not in clients[0].calls
+
+
+@pytest.mark.parametrize('wrong', [0, 1, 2])
+def test_w05_without_a_manifest_most_servers_are_right(make, wrong):
+  made = make(count=3, checksums=())
+  clients = list(MADE.values())
+  clients[wrong].sums = {'0/w': 'bb'}
+  made.update_weights(None, 1)
+  assert ready(made) == 2
+  assert f'server{wrong}: it does not hold what most' in reasons(made)
+  assert 'resume' not in clients[wrong].calls
+
+
+def test_w05_two_that_disagree_are_both_sent_the_weights_again(make):
+  made = make(count=2, checksums=(), deadline_s=0.5)
+  client = MADE['http://server1']
+  client.sums = {'0/w': 'bb'}
+  with pytest.raises(fleet_lib.FleetError, match='no more than half of the'):
+    made.update_weights(None, 1)
+  assert made.version == 0
+  assert ready(made) == 0
+  client.sums = {'0/w': 'aa'}
+  made.update_weights(None, 1)
+  assert made.version == 1
+  assert ready(made) == 2
+
+
+def test_w05_a_server_that_hangs_keeps_no_others_waiting(make):
+  made = make(count=3, checksums=())
+  clients = list(MADE.values())
+  clients[1].hangs.add('load')
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    push = pool.submit(made.update_weights, None, 1)
+    wait_until(lambda: all('resume' in clients[i].calls for i in (0, 2)))
+    assert not push.done()
+    clients[1].hangs.clear()
+    push.result()
+  assert ready(made) == 3
+
+
+def test_p11_one_that_joins_must_score_as_the_others_do(make):
+  made = make(count=2, probe_s=0.02)
+  late = MADE['http://server1']
+  late.fails = lambda name: name == 'info'
+  wait_until(lambda: ready(made) == 1)
+  late.logp = -1.2
+  late.fails = lambda name: False
+  wait_until(lambda: 'log-probs differ from those of another' in reasons(made))
+  assert ready(made) == 1
+  late.logp = -1.05
+  wait_until(lambda: ready(made) == 2)
+
+
+def test_one_that_joins_is_compared_with_the_same_weights_only(make):
+  made = make(count=2, probe_s=0.02)
+  here, late = MADE.values()
+  late.fails = lambda name: name == 'info'
+  wait_until(lambda: ready(made) == 1)
+  here.tag = 'others'  # While the new one has ours.
+  late.fails = lambda name: False
+  wait_until(lambda: 'the weights changed too often' in reasons(made))
+  made.update_weights(None, 1)
+  wait_until(lambda: ready(made) == 2)
+
+
+def test_closing_does_not_wait_for_weights_to_be_taken(make):
+  made = make(count=1, deadline_s=600.0)
+  MADE['http://server0'].fails = lambda name: name == 'load'
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    push = pool.submit(made.update_weights, None, 1)
+    wait_until(lambda: made.metrics()['sglang/pushes_failed'] == 1)
+    made.close()
+    with pytest.raises(fleet_lib.FleetError, match='could not be brought'):
+      push.result()
 
 
 def test_a_server_that_talks_nonsense_is_looked_at_again(make):

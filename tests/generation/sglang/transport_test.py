@@ -359,22 +359,6 @@ def test_bad_directories_are_refused(tmp_path):
     transport.DiskTransport(tmp_path / 'weights', write, keep=1)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-  """A RAM disk of 1 MB."""
-  path = tmp_path / 'disk'
-  path.mkdir()
-  options = ['-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(path)]
-  try:
-    subprocess.run(['mount', *options], check=True, capture_output=True)
-  except (OSError, subprocess.CalledProcessError) as error:
-    pytest.skip(f'no RAM disk can be mounted here: {error}')
-  yield path
-  if subprocess.run(['umount', str(path)], check=False).returncode:
-    subprocess.run(['umount', '-l', str(path)], check=True)
-    pytest.fail('files of the disk are still mapped')
-
-
 def test_a_full_disk_leaves_the_last_version(small_disk):
   disk = transport.DiskTransport(small_disk / 'weights', write)
   last = disk.publish(_params(0), 0)
