@@ -7,6 +7,8 @@ from jaxtyping import Float
 from jaxtyping import Int
 from jaxtyping import UInt32
 
+_BLOCK = 256
+
 
 def slot_keys(
   key: jax.Array, visit: Int[Array, ' N'], sample: Int[Array, ' N']
@@ -60,7 +62,9 @@ def sample(
 
       p = softmax(logits / T),   token = min {i : Σ_{j ≤ i} p_j > u}
 
-  Costs one cumulative sum, where the Gumbel trick draws V random numbers.
+  Costs one pass over the logits, where the Gumbel trick draws V random numbers:
+  the sums of blocks of tokens say in which block the token is, and only that
+  block is summed token by token.
 
   Args:
     logits: Float32.
@@ -70,12 +74,33 @@ def sample(
   Returns:
     (token, log p of the token), the latter in float32 nats.
   """
-  logp = jax.nn.log_softmax(logits / temperature, axis=-1)
-  cumulative = jnp.cumsum(jnp.exp(logp), axis=-1)
+  N, V = logits.shape
+  scaled = logits / temperature
+  largest = jnp.max(scaled, axis=-1, keepdims=True)
+  weights = jnp.exp(scaled - largest)
+  weights = jnp.pad(weights, ((0, 0), (0, -V % _BLOCK))).reshape(N, -1, _BLOCK)
+  of_block = jnp.sum(weights, axis=-1)
+  until = jnp.cumsum(of_block, axis=-1)
   # Rounding leaves the total beside 1: scale u so that it cannot overshoot.
-  threshold = uniform * cumulative[:, -1]
-  token = jnp.sum(cumulative <= threshold[:, None], axis=-1).astype(jnp.int32)
-  overshot = token >= logits.shape[-1]
-  token = jnp.where(overshot, jnp.argmax(logp, axis=-1), token)
-  token = token.astype(jnp.int32)
-  return token, jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]
+  total = until[:, -1]
+  threshold = uniform * total
+  block = _first_above(until, threshold, of_block)[:, None]
+  within = jnp.take_along_axis(weights, block[:, None], axis=1)[:, 0]
+  # Not until - of_block, which may be above the threshold by a rounding.
+  before = jnp.take_along_axis(until, jnp.maximum(block - 1, 0), axis=-1)
+  before = jnp.where(block > 0, before, 0.0)
+  column = _first_above(before + jnp.cumsum(within, axis=-1), threshold, within)
+  token = block * _BLOCK + column[:, None]
+  logp = jnp.take_along_axis(scaled, token, axis=-1) - largest
+  return token[:, 0].astype(jnp.int32), logp[:, 0] - jnp.log(total)
+
+
+def _first_above(
+  sums: Float[Array, 'N M'],
+  threshold: Float[Array, ' N'],
+  weights: Float[Array, 'N M'],
+) -> Int[Array, ' N']:
+  """Finds the first sum above the threshold; in a pinch, the largest weight."""
+  index = jnp.sum(sums <= threshold[:, None], axis=-1)
+  # Sums in another order may fall short of the threshold by a rounding.
+  return jnp.where(index < sums.shape[-1], index, jnp.argmax(weights, axis=-1))

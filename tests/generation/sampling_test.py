@@ -48,6 +48,30 @@ def test_tokens_without_probability_are_never_sampled(uniform):
   assert np.isfinite(logp).all()
 
 
+@pytest.mark.parametrize('vocab', [3, 256, 257, 700, 4096])
+def test_it_is_the_plain_inversion_whatever_the_vocabulary(vocab):
+  rng = np.random.default_rng(vocab)
+  n = 2000
+  logits = np.float32(rng.normal(size=(n, vocab)) * 3)
+  # Most tokens are impossible, and so are all of some blocks.
+  possible = rng.random((n, vocab)) < 0.02
+  possible[np.arange(n), rng.integers(0, vocab, n)] = True
+  logits[~possible] = -np.inf
+  uniform = np.float32(rng.random(n))
+  token, logp = draw(logits, uniform)
+  p = np.exp(np.float64(logits - logits.max(1, keepdims=True)))
+  p /= p.sum(1, keepdims=True)
+  assert possible[np.arange(n), token].all()
+  np.testing.assert_allclose(
+    logp, np.log(p[np.arange(n), token]), rtol=0, atol=1e-5
+  )
+  until = np.cumsum(p, axis=1)
+  here = np.arange(n)
+  low, high = until[here, token] - p[here, token], until[here, token]
+  assert (low - 1e-6 <= uniform).all()
+  assert (uniform <= high + 1e-6).all()
+
+
 @pytest.mark.parametrize('seed', range(3))
 @pytest.mark.parametrize('vocab', [2, 50, 4000])
 def test_uniforms_at_the_edges_stay_in_the_vocabulary(seed, vocab):
