@@ -2,6 +2,8 @@
 
     python launch/run.py --config=configs/toy.py[:VARIANT] [--workdir=DIR]
         [--config.FIELD=VALUE ...]
+        [--distributed | --coordinator=HOST:PORT --num_processes=N
+         --process_id=I]
         [--dry_run [--device_memory_gib=M] [--device_tflops=F]
          [--generator_memory_gib=G] [--topology=NAME]]
 
@@ -10,6 +12,10 @@ the configured mesh over simulated devices, and prints what it needs; exit code
 1 where that does not fit the memory, or the compiler gathers an array whole.
 With `--topology=v6e:16x16` it compiles for that TPU instead, which need not be
 there (`pip install 'scalerl_jax[tpu]'`).
+
+On several hosts start it once on each, with the same config and a workdir that
+all see. `--distributed` asks the cluster (Slurm, a TPU pod, Kubernetes) who the
+processes are; else each is told, the coordinator being an address of process 0.
 
 Bad input ends with one line on stderr and exit code 2, a run that fails on the
 way with one line and exit code 1.
@@ -56,6 +62,19 @@ _GENERATOR_MEMORY = flags.DEFINE_float(
 _TOPOLOGY = flags.DEFINE_string(
   'topology', None, 'TPU that the train step is compiled for, as v6e:16x16.'
 )
+_DISTRIBUTED = flags.DEFINE_bool(
+  'distributed', False, 'One of several processes, which the cluster knows.'
+)
+_COORDINATOR = flags.DEFINE_string(
+  'coordinator', None, 'HOST:PORT at which process 0 can be reached.'
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+  'num_processes', None, 'Processes of the run.', lower_bound=1
+)
+_PROCESS_ID = flags.DEFINE_integer(
+  'process_id', None, 'Which of them this is, from 0.', lower_bound=0
+)
+_OF_THE_PROCESSES = (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
 _OF_THE_PLAN = (_MEMORY, _TFLOPS, _GENERATOR_MEMORY, _TOPOLOGY)
 
 
@@ -80,6 +99,8 @@ def main(argv: Sequence[str]) -> int:
     run_config = _read_config()
     workdir = _workdir(run_config)
     if _DRY_RUN.value:
+      if _is_one_of_several():
+        raise _UsageError('--dry_run plans for all processes, and is one')
       from scalerl_jax import build
 
       run_config, tokenizer = build.complete(run_config)
@@ -91,6 +112,8 @@ def main(argv: Sequence[str]) -> int:
     given = [f.name for f in _OF_THE_PLAN if f.value is not None]
     if given:
       raise _UsageError(f'--{given[0]} is of use with --dry_run only')
+    if _is_one_of_several():
+      _join()
     compilation.use_cache()
     # Not before the config is known to be right: it imports everything.
     from scalerl_jax import build
@@ -158,6 +181,42 @@ def _check_data(
       )
   if len(found) == 2:
     data.check_disjoint(*found)
+
+
+def _is_one_of_several() -> bool:
+  given = [f.name for f in _OF_THE_PROCESSES if f.value is not None]
+  return _DISTRIBUTED.value or bool(given)
+
+
+def _join() -> None:
+  """Meets the other processes; before anything asks JAX for its devices."""
+  import jax
+
+  found = {f.name: f.value for f in _OF_THE_PROCESSES}
+  lacking = [name for name, value in found.items() if value is None]
+  if _DISTRIBUTED.value:
+    if len(lacking) < len(found):
+      raise _UsageError('--distributed finds out what the others would say')
+    where: dict[str, object] = {}
+  else:
+    if lacking:
+      raise _UsageError(f'--{lacking[0]} is missing beside the others')
+    if found['process_id'] >= found['num_processes']:
+      raise _UsageError(
+        f'--process_id={found["process_id"]} must be below --num_processes='
+        f'{found["num_processes"]}'
+      )
+    where = {
+      'coordinator_address': found['coordinator'],
+      'num_processes': found['num_processes'],
+      'process_id': found['process_id'],
+    }
+  try:
+    jax.distributed.initialize(**where)
+  except (RuntimeError, ValueError) as error:
+    raise _UsageError(
+      f'the processes did not meet: {config_lib.one_line(error)}'
+    ) from None
 
 
 def _plan(run_config: config_lib.RunConfig) -> int:

@@ -1,6 +1,5 @@
 """From a configuration to a run, new or resumed."""
 
-from collections.abc import Sequence
 import contextlib
 import pathlib
 import time
@@ -8,18 +7,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from scalerl_jax import config as config_lib
 from scalerl_jax import data
 from scalerl_jax import evaluation
-from scalerl_jax import models
-from scalerl_jax import recipes
 from scalerl_jax import records
 from scalerl_jax import rewards
-from scalerl_jax import sharding
-from scalerl_jax.build import base_policy
 from scalerl_jax.build import engines
+from scalerl_jax.build import learner as learner_lib
+from scalerl_jax.build import processes as processes_lib
 from scalerl_jax.build import recorder as recorder_lib
 from scalerl_jax.build import tokenization
 from scalerl_jax.build import workdir as workdir_lib
@@ -32,9 +28,6 @@ from scalerl_jax.pipeline import rollouts
 from scalerl_jax.pipeline import trainer as trainer_lib
 from scalerl_jax.reporting import compute
 from scalerl_jax.training import checkpointing
-from scalerl_jax.training import optimizer
-from scalerl_jax.training import state as state_lib
-from scalerl_jax.training import step as step_lib
 
 _FAILURES = (
   OSError,
@@ -42,6 +35,7 @@ _FAILURES = (
   client_lib.RefusedError,
   fleet_lib.FleetError,
   loop_lib.GeneratorError,
+  processes_lib.FollowError,
   servers_lib.ServerError,
   trainer_lib.TrainingDivergedError,
 )
@@ -54,9 +48,12 @@ class RunError(RuntimeError):
 def run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
   """Runs or resumes a run to its end.
 
+  With several processes (`jax.distributed`) each calls this: process 0 runs,
+  the others lend it their devices until it ends.
+
   Args:
     config: The configuration.
-    workdir: The run's directory.
+    workdir: The run's directory, which all processes see.
 
   Returns:
     What happened, in one or two lines.
@@ -70,9 +67,16 @@ def run(config: config_lib.RunConfig, workdir: pathlib.Path) -> str:
   if config.reporting.plots:
     _require_plots()
   config, tokenizer = tokenization.complete(config)
-  workdir_lib.open_workdir(config, workdir)
+  processes = processes_lib.Processes()
   try:
-    return _run(config, workdir, tokenizer)
+    with processes.leading(), contextlib.ExitStack() as stack:
+      learner = learner_lib.Learner(config, workdir, tokenizer, processes)
+      stack.callback(learner.close)
+      if not processes.leads:
+        processes.follow()
+        return f'process {jax.process_index()} followed to the end'
+      workdir_lib.open_workdir(config, workdir)
+      return _run(config, workdir, tokenizer, learner)
   except checkpointing.UnusableCheckpointError as error:
     raise config_lib.ConfigError(str(error)) from None
   except _FAILURES as error:
@@ -86,6 +90,7 @@ def _run(
   config: config_lib.RunConfig,
   workdir: pathlib.Path,
   tokenizer: data.Tokenizer,
+  learner: learner_lib.Learner,
 ) -> str:
   with contextlib.ExitStack() as stack:
     recorder = stack.enter_context(
@@ -93,7 +98,9 @@ def _run(
         recorder_lib.Recorder(workdir, config, decode=tokenizer.decode)
       )
     )
-    experiment = _Experiment(config, workdir, tokenizer, recorder, stack)
+    experiment = _Experiment(
+      config, workdir, tokenizer, learner, recorder, stack
+    )
     try:
       experiment.run()
       outcome = f'files: {workdir}'
@@ -114,6 +121,7 @@ class _Experiment:
     config: config_lib.RunConfig,
     workdir: pathlib.Path,
     tokenizer: data.Tokenizer,
+    learner: learner_lib.Learner,
     recorder: recorder_lib.Recorder,
     stack: contextlib.ExitStack,
   ) -> None:
@@ -124,31 +132,17 @@ class _Experiment:
     )
     self._tokenizer = tokenizer
     self.recorder = recorder
-    self._spec = config.model.spec(vocab_size=tokenizer.vocab_size)
-    init_key, train_key, eval_key = jax.random.split(
-      jax.random.key(config.seed), 3
-    )
-    mesh, shardings = None, None
-    if max(config.mesh.shape) > 1:
-      mesh = make_mesh(config)
-      shardings = sharding.param_shardings(
-        models.logical_axes(self._spec), mesh
-      )
-    params = base_policy.base_params(
-      config, self._spec, tokenizer, workdir, init_key, shardings=shardings
-    )
-    self.trainer = _make_trainer(
-      config, self._spec, params, tokenizer.pad_id, mesh, shardings
-    )
+    self._learner = learner
+    restored = learner.start()
+    _, train_key, eval_key = jax.random.split(jax.random.key(config.seed), 3)
     made = engines.make(
       config,
-      self._spec,
+      learner,
       tokenizer,
       workdir,
       stack,
       train_key=train_key,
       eval_key=eval_key,
-      mesh=mesh,
       servers=servers,
     )
     self._evaluator = made.evaluation
@@ -168,18 +162,15 @@ class _Experiment:
       grade=lambda group, i: self._grade(group, self._train[i]),
       pacing=self._pacing,
       store=self._store,
-      spec=self._spec,
-    )
-    self._checkpointer = checkpointing.Checkpointer(
-      workdir / 'checkpoints', keep=config.checkpoint.keep
+      spec=learner.spec,
     )
     self._last_update_s = time.monotonic()
-    self._restore()
+    self._resume(restored)
 
   def run(self) -> None:
     loop_lib.Loop(
       producer=self._producer,
-      trainer=self.trainer,
+      trainer=self._learner.trainer,
       store=self._store,
       pacing=self._pacing,
       observer=self,
@@ -208,7 +199,7 @@ class _Experiment:
     if updates % self._config.evaluation.every and not last:
       return
     start = time.monotonic()
-    self._pinned.publish(self.trainer.state.params, updates)
+    self._pinned.publish(self._learner.trainer.state.params, updates)
     groups = self._evaluate()
     meter = self._meter()
     point = evaluation.summarize(
@@ -227,39 +218,37 @@ class _Experiment:
         int(r.sampled.sum()) for g in groups for r in g.rollouts
       ),
       evaluation_flops=sum(
-        rollouts.group_flops(self._spec, g, shares_prompt=True) for g in groups
+        rollouts.group_flops(self._learner.spec, g, shares_prompt=True)
+        for g in groups
       ),
     )
     self._last_update_s += seconds  # Not a part of any update.
     self._producer.leave_out(seconds)
 
   def checkpoint(self, updates: int) -> None:
-    self._checkpointer.save(
+    self._learner.save(
       updates,
-      train_state=self.trainer.state,
-      host={
+      {
         'producer': self._producer.state(),
         'recorder': self.recorder.state(),
-        'trainer_meter': self.trainer.meter._asdict(),
+        'trainer_meter': self._learner.trainer.meter._asdict(),
         'eval_meter': self._eval_meter._asdict(),
       },
     )
 
-  def _restore(self) -> None:
-    restored = self._checkpointer.restore(self.trainer.state)
-    if restored is None:
+  def _resume(self, host: dict[str, Any] | None) -> None:
+    """Goes on from the host state of a checkpoint; None: begins."""
+    trainer = self._learner.trainer
+    self._store.publish(trainer.state.params, trainer.version)
+    if host is None:
       self.recorder.reset()
     else:
-      self.trainer.state = restored.train_state
-    self._store.publish(self.trainer.state.params, self.trainer.version)
-    if restored is not None:
-      host = restored.host
       self._producer.load_state(host['producer'])
       self.recorder.load_state(host['recorder'])
       self.recorder.write_curve()
-      self.trainer.meter = compute.ComputeMeter(**host['trainer_meter'])
+      trainer.meter = compute.ComputeMeter(**host['trainer_meter'])
       self._eval_meter = compute.ComputeMeter(**host['eval_meter'])
-    self.recorder.start(self.trainer.version)
+    self.recorder.start(trainer.version)
 
   def _evaluate(self) -> list[records.RolloutGroup]:
     weights = self._pinned.latest()
@@ -289,7 +278,7 @@ class _Experiment:
     return np.array(self._tokenizer.encode_prompt(problem.prompt), np.int32)
 
   def _meter(self) -> compute.ComputeMeter:
-    return loop_lib.total_meter(self._producer, self.trainer)
+    return loop_lib.total_meter(self._producer, self._learner.trainer)
 
 
 def _make_pacing(config: config_lib.RunConfig) -> pacing_lib.Pacing:
@@ -301,85 +290,6 @@ def _make_pacing(config: config_lib.RunConfig) -> pacing_lib.Pacing:
     lead=config.pipeline.lockstep_lead
     if config.pipeline.schedule == 'lockstep'
     else 0,
-  )
-
-
-def _make_trainer(
-  config: config_lib.RunConfig,
-  spec: models.ModelSpec,
-  params: Any,
-  pad_id: int,
-  mesh: jax.sharding.Mesh | None,
-  shardings: Any,
-) -> trainer_lib.Trainer:
-  tx = optimizer.make_optimizer(config.optimizer)
-  step_fn = make_step(config, spec, tx, mesh)
-  if mesh is None:
-    state = state_lib.init(params, tx)
-  else:
-    state = state_lib.init_sharded(params, tx, shardings, donate=True)
-  return trainer_lib.Trainer(
-    state,
-    step_fn,
-    spec=spec,
-    row_multiple=config.row_multiple,
-    max_tokens=config.batch.max_tokens,
-    truncated=config.batch.truncated,
-    packed=config.batch.packed,
-    pad_id=pad_id,
-    max_nonfinite_streak=config.optimizer.max_nonfinite_streak,
-    num_devices=1 if mesh is None else mesh.size,
-  )
-
-
-def make_mesh(
-  config: config_lib.RunConfig, *, devices: Sequence[Any] | None = None
-) -> jax.sharding.Mesh:
-  """Makes the mesh of a configuration.
-
-  Args:
-    config: The configuration.
-    devices: Which; None: the first of all.
-
-  Returns:
-    The mesh.
-
-  Raises:
-    config_lib.ConfigError: There are fewer devices than it needs.
-  """
-  try:
-    return sharding.make_mesh(config.mesh.shape, devices=devices)
-  except ValueError as error:
-    raise config_lib.ConfigError(str(error)) from None
-
-
-def make_step(
-  config: config_lib.RunConfig,
-  spec: models.ModelSpec,
-  tx: optax.GradientTransformation,
-  mesh: jax.sharding.Mesh | None,
-) -> Any:
-  """Makes the train step of a configuration.
-
-  Args:
-    config: The configuration.
-    spec: The model.
-    tx: The optimizer.
-    mesh: None: one device.
-
-  Returns:
-    The jitted step, which can be lowered too.
-  """
-  return step_lib.make_train_step(
-    models.make_policy_fn(
-      spec,
-      temperature=config.engine.temperature,
-      mesh=mesh,
-    ),
-    tx,
-    recipes.make(config.recipe, **config.recipe_args),
-    mesh=mesh,
-    num_microbatches=config.batch.num_microbatches,
   )
 
 

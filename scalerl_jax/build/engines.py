@@ -14,7 +14,7 @@ from scalerl_jax import config as config_lib
 from scalerl_jax import data
 from scalerl_jax import hf
 from scalerl_jax import length_control
-from scalerl_jax import models
+from scalerl_jax.build import learner as learner_lib
 from scalerl_jax.build import serving
 from scalerl_jax.build import tokenization
 from scalerl_jax.generation import decode
@@ -65,27 +65,25 @@ def start_servers(
 
 def make(
   config: config_lib.RunConfig,
-  spec: models.ModelSpec,
+  learner: learner_lib.Learner,
   tokenizer: data.Tokenizer,
   workdir: pathlib.Path,
   stack: contextlib.ExitStack,
   *,
   train_key: jax.Array,
   eval_key: jax.Array,
-  mesh: jax.sharding.Mesh | None,
   servers: servers_lib.Supervisor | None,
 ) -> Engines:
   """Makes the generators of a run.
 
   Args:
     config: The configuration.
-    spec: The model.
-    tokenizer: Its tokenizer.
+    learner: Whose weights they get.
+    tokenizer: The tokenizer of the model.
     workdir: The run's directory.
     stack: Closes them.
     train_key: Sampling key in training.
     eval_key: Sampling key in evaluation.
-    mesh: The trainer's; None: one device.
     servers: From `start_servers`.
 
   Returns:
@@ -108,10 +106,11 @@ def make(
     'stop_ids': tokenizer.stop_ids,
     'interruption': interruption,
   }
+  gather = learner.gather if jax.process_count() > 1 else None
   if config.engine.kind == 'jax':
     engine = jax_engine.JaxEngine(
       decode.DecodeSpec(
-        model=spec,
+        model=learner.spec,
         steps_per_dispatch=config.engine.steps_per_dispatch,
         record_routing=config.engine.replay_routing,
         **common,
@@ -119,25 +118,27 @@ def make(
       key=train_key,
     )
     stack.callback(engine.close)
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     return Engines(
       train=engine,
       evaluation=engine.fork(key=eval_key, keep_routing=False),
-      store=weights.WeightStore(device),
-      pinned=weights.WeightStore(device),
+      store=weights.WeightStore(device, gather=gather),
+      pinned=weights.WeightStore(device, gather=gather),
     )
-  sampling = sglang_engine.SamplingSpec(vocab_size=spec.vocab_size, **common)
+  sampling = sglang_engine.SamplingSpec(
+    vocab_size=learner.spec.vocab_size, **common
+  )
   addresses = config.engine.sglang.addresses
   if servers is not None:
     servers.wait_ready(config.pipeline.deadline_s)
     addresses = servers.urls
-  fleet = _fleet(config, spec, sampling, addresses, workdir, stack, mesh)
+  fleet = _fleet(config, learner, sampling, addresses, workdir, stack)
   dtype = config.engine.sglang.weights_dtype
   return Engines(
     train=fleet,
     evaluation=fleet.fork(seed=2 * config.seed + 1),
-    store=weights.WeightStore(None, dtype=dtype),
-    pinned=weights.WeightStore(None, dtype=dtype),
+    store=weights.WeightStore(None, dtype=dtype, gather=gather),
+    pinned=weights.WeightStore(None, dtype=dtype, gather=gather),
   )
 
 
@@ -163,12 +164,11 @@ def weights_dir(
 
 def _fleet(
   config: config_lib.RunConfig,
-  spec: models.ModelSpec,
+  learner: learner_lib.Learner,
   sampling: sglang_engine.SamplingSpec,
   addresses: Sequence[str],
   workdir: pathlib.Path,
   stack: contextlib.ExitStack,
-  mesh: jax.sharding.Mesh | None,
 ) -> sglang_engine.SglangEngine:
   try:
     import aiohttp  # noqa: F401
@@ -179,13 +179,15 @@ def _fleet(
   servers = config.engine.sglang
 
   def write(open_file: Any, params: Any) -> Any:
-    return hf.write_params(open_file, params, spec, dtype=servers.weights_dtype)
+    return hf.write_params(
+      open_file, params, learner.spec, dtype=servers.weights_dtype
+    )
 
   engine = sglang_engine.SglangEngine(
     sampling,
     addresses,
     transport.DiskTransport(weights_dir(config, workdir), write),
-    score=_score_fn(config, spec, mesh),
+    score=_score_fn(config, learner),
     seed=2 * config.seed,
     update=servers.update,
     max_logp_diff=servers.max_logp_diff,
@@ -200,25 +202,13 @@ def _fleet(
 
 
 def _score_fn(
-  config: config_lib.RunConfig,
-  spec: models.ModelSpec,
-  mesh: jax.sharding.Mesh | None,
+  config: config_lib.RunConfig, learner: learner_lib.Learner
 ) -> sglang_engine.Score:
-  policy = jax.jit(
-    models.make_policy_fn(
-      spec, temperature=config.engine.temperature, mesh=mesh
-    )
-  )
-
-  def score(params: Any, token_ids: np.ndarray) -> np.ndarray:
-    shape = (config.mesh.num_row_shards, len(token_ids))
-    tokens = np.broadcast_to(token_ids, shape)
-    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    segments = np.ones(shape, np.int32)
-    logp = policy(params, tokens, positions, segments).logp
-    return np.asarray(logp)[0, 1:]
-
-  return score
+  if jax.process_count() > 1:
+    # What is compared first, before the run begins, is what it begins with.
+    return lambda _, token_ids: learner.score(token_ids)
+  score = jax.jit(learner_lib.make_score(config, learner.spec, learner.mesh))
+  return lambda params, token_ids: np.asarray(score(params, token_ids))
 
 
 def _interruption(

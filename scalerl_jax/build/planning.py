@@ -22,8 +22,8 @@ from scalerl_jax import arrays
 from scalerl_jax import config as config_lib
 from scalerl_jax import models
 from scalerl_jax import sharding
-from scalerl_jax.build import assembly
 from scalerl_jax.build import collectives
+from scalerl_jax.build import learner
 from scalerl_jax.build import tokenization
 from scalerl_jax.reporting import compute
 from scalerl_jax.training import batching
@@ -111,7 +111,7 @@ def plan(config: config_lib.RunConfig, *, topology: str | None = None) -> Plan:
   """
   config, tokenizer = tokenization.complete(config)
   spec = config.model.spec(vocab_size=tokenizer.vocab_size)
-  mesh = assembly.make_mesh(
+  mesh = learner.make_mesh(
     config, devices=None if topology is None else _tpu_devices(topology)
   )
   tx = optimizer.make_optimizer(config.optimizer)
@@ -120,7 +120,7 @@ def plan(config: config_lib.RunConfig, *, topology: str | None = None) -> Plan:
   state = state_lib.abstract(params, tx, placed)
   rows = -(-config.batch.rows // config.row_multiple) * config.row_multiple
   batch = _batch(config, rows, mesh)
-  step = assembly.make_step(config, spec, tx, mesh)
+  step = learner.make_step(config, spec, tx, mesh)
   with _stderr() as said:
     compiled = _compile(step.lower(state, batch))
   memory = compiled.memory_analysis()

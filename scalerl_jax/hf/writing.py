@@ -252,6 +252,10 @@ def _fetcher(params: Any, dtype: str) -> Callable[[keys.Tensor], jax.Array]:
     value = params
     for name in tensor.path.split('/'):
       value = value[name]
+    if isinstance(value, np.ndarray):  # Nothing else of it is sent to a device.
+      for i in tensor.at:
+        value = value[int(i)]
+      tensor = tensor._replace(at=())
     # One program for all layers and experts.
     kind = tensor._replace(at=(), name='', path='')
     array = _stored(value, tensor.at, tensor=kind, dtype=dtype)

@@ -132,6 +132,8 @@ class Checkpointer:
         ) from error
       _log.warning('checkpoint %s is passed over: %s', path, damage)
       passed.append(updates)
+    # Else another process might still look for what is deleted here.
+    multihost_utils.sync_global_devices('no whole checkpoint')
     if any((self._path(updates) / _DIGESTS).exists() for updates in passed):
       raise UnusableCheckpointError(
         f'all checkpoints in {self._directory} are damaged; start in a new'
