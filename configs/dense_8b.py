@@ -26,7 +26,7 @@ of thinking of 32k.
 What was run: `--dry_run` alone, docs/plan.md has the figures. No update of it
 was ever computed. The run starts its servers on its own host; for those of
 other hosts give engine.start_servers=False, engine.sglang.addresses and
-weights_dir: docs/sglang.md.
+weights_dir: docs/sglang.md. Trainers on several hosts: docs/cluster.md.
 """
 
 import ml_collections

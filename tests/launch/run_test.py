@@ -86,6 +86,14 @@ def test_dry_run_says_that_it_does_not_fit(tmp_path):
     ('.missing', [], "No such file or directory: 'tiny.py.missing'"),
     ('', ['--config.batch.prompts=0'], 'batch.prompts=0 must be at least 1'),
     ('', ['--dry_run', '--config.data.train_path=x'], 'x: cannot be read'),
+    ('', ['--process_id=0'], '--coordinator is missing beside the others'),
+    ('', ['--distributed', '--num_processes=2'], '--distributed finds out'),
+    ('', ['--dry_run', '--distributed'], '--dry_run plans for all processes'),
+    (
+      '',
+      ['--coordinator=x:1', '--num_processes=2', '--process_id=2'],
+      '--process_id=2 must be below --num_processes=2',
+    ),
   ],
 )
 def test_bad_input_is_one_line(tmp_path, variant, args, message):
