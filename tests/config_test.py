@@ -135,6 +135,18 @@ _PPO = {'pipeline.algorithm': 'ppo_off_policy'}
     ),
     ({'engine.sglang': {'args': [1]}}, r'args\[0\]=1 must be of type str'),
     ({'engine.sglang': {'addresses': ['a:1']}}, "'a:1' must be http://"),
+    (
+      {
+        'engine': {
+          'kind': 'sglang',
+          'num_slots': 8,
+          'start_servers': True,
+          'replay_routing': True,
+          'sglang': {'update': 'retract'},
+        }
+      },
+      "replay_routing=True needs sglang.update='in_place'",
+    ),
     ({'engine.kind': 'vllm'}, "engine.kind='vllm' must be one of"),
     ({'engine.temperature': 0.0}, 'engine.temperature=0.0 must be positive'),
     ({'optimizer.b1': 1.0}, 'optimizer.b1=1.0'),

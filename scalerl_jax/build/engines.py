@@ -14,6 +14,7 @@ from scalerl_jax import config as config_lib
 from scalerl_jax import data
 from scalerl_jax import hf
 from scalerl_jax import length_control
+from scalerl_jax import models
 from scalerl_jax.build import learner as learner_lib
 from scalerl_jax.build import serving
 from scalerl_jax.build import tokenization
@@ -126,7 +127,9 @@ def make(
       pinned=weights.WeightStore(device, gather=gather),
     )
   sampling = sglang_engine.SamplingSpec(
-    vocab_size=learner.spec.vocab_size, **common
+    vocab_size=learner.spec.vocab_size,
+    routing=_routing(config, learner.spec),
+    **common,
   )
   addresses = config.engine.sglang.addresses
   if servers is not None:
@@ -136,7 +139,7 @@ def make(
   dtype = config.engine.sglang.weights_dtype
   return Engines(
     train=fleet,
-    evaluation=fleet.fork(seed=2 * config.seed + 1),
+    evaluation=fleet.fork(seed=2 * config.seed + 1, keep_routing=False),
     store=weights.WeightStore(None, dtype=dtype, gather=gather),
     pinned=weights.WeightStore(None, dtype=dtype, gather=gather),
   )
@@ -209,6 +212,14 @@ def _score_fn(
     return lambda _, token_ids: learner.score(token_ids)
   score = jax.jit(learner_lib.make_score(config, learner.spec, learner.mesh))
   return lambda params, token_ids: np.asarray(score(params, token_ids))
+
+
+def _routing(
+  config: config_lib.RunConfig, spec: models.ModelSpec
+) -> tuple[int, int] | None:
+  if not config.engine.replay_routing or spec.moe is None:
+    return None
+  return spec.num_layers, spec.moe.experts_per_token
 
 
 def _interruption(

@@ -66,6 +66,7 @@ def server_specs(
       'context_tokens': config.batch.max_tokens + client.SPARE_TOKENS,
       'max_running_requests': config.engine.num_slots,
       'max_total_tokens': wanted.max_total_tokens or None,
+      'tell_experts': config.engine.replay_routing,
       'api_key': os.environ.get(API_KEY),
     }
     specs = [

@@ -317,10 +317,11 @@ class EngineConfig:
           f' not both; got start_servers={self.start_servers} and'
           f' {len(self.sglang.addresses)} addresses'
         )
-      if self.replay_routing:
+      if self.replay_routing and self.sglang.update != 'in_place':
         raise ValueError(
-          "replay_routing=True needs kind='jax': servers are not asked for"
-          ' their experts in this version'
+          "replay_routing=True needs sglang.update='in_place': after"
+          f' {self.sglang.update!r} the experts that servers tell are not those'
+          ' that tokens were sampled with'
         )
 
 

@@ -5,12 +5,13 @@ error; none is repeated here, since only the caller knows what a repetition
 would do.
 """
 
+import base64
 from collections.abc import Mapping, Sequence
 import dataclasses
 import enum
 import json
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Float
 from jaxtyping import Int
@@ -37,6 +38,14 @@ class Ending(enum.StrEnum):
   ABORT = 'abort'
 
 
+class Routing(NamedTuple):
+  """Which experts an answer is to tell of."""
+
+  num_layers: int
+  experts_per_token: int
+  start: int  # First token of the request that is told of; from 0.
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
   """What one request brought.
@@ -50,6 +59,9 @@ class Answer:
     num_cached: Prompt tokens whose cache was there already.
     num_retractions: Times that the request was set back and its cache
       computed anew.
+    routed_experts: Experts that each token passed through which the model read
+      for the answer, from `Routing.start` on, the last sampled token left out;
+      None: not asked for, or not told, which an abort may be the reason of.
   """
 
   token_ids: Int[np.ndarray, ' N']
@@ -59,6 +71,7 @@ class Answer:
   message: str = ''
   num_cached: int = 0
   num_retractions: int = 0
+  routed_experts: Int[np.ndarray, 'M L k'] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,11 +88,15 @@ class Scores:
   tag: str
 
 
-def parse_answer(reply: Any) -> Answer:
+def parse_answer(
+  reply: Any, *, num_given: int = 0, routing: Routing | None = None
+) -> Answer:
   """Reads the reply to a request for tokens.
 
   Args:
     reply: As it came, parsed from JSON.
+    num_given: Tokens of the request; of meaning with `routing` only.
+    routing: The experts that were asked for; None: none were.
 
   Returns:
     The answer.
@@ -107,19 +124,44 @@ def parse_answer(reply: Any) -> Answer:
         f'weight_versions tell of {len(tags)} tokens of {len(tokens)}'
       )
     finish = meta['finish_reason']
+    ending = Ending(finish['type'])
+    experts = None
+    if routing is not None and len(tokens):
+      experts = _experts(meta, num_given + len(tokens) - 1, routing)
+      if experts is None and ending is not Ending.ABORT:
+        raise ValueError('routed_experts are missing')
     return Answer(
       token_ids=tokens,
       logps=logps,
       tags=tuple(tags),
-      ending=Ending(finish['type']),
+      ending=ending,
       message=str(finish.get('message') or ''),
       num_cached=int(meta.get('cached_tokens') or 0),
       num_retractions=int(meta.get('num_retractions') or 0),
+      routed_experts=experts,
     )
   except (KeyError, TypeError, ValueError, IndexError) as error:
     raise UnavailableError(
       f'a reply to /generate cannot be used: {error!r}'
     ) from None
+
+
+def _experts(
+  meta: Mapping[str, Any], num_read: int, routing: Routing
+) -> np.ndarray | None:
+  """Experts of the tokens that were read, as int32 in base64."""
+  text = meta.get('routed_experts')
+  if text is None:
+    return None
+  found = np.frombuffer(base64.b64decode(text, validate=True), np.dtype('<i4'))
+  shape = (
+    num_read - routing.start,
+    routing.num_layers,
+    routing.experts_per_token,
+  )
+  if (found < 0).any():
+    raise ValueError(f'routed_experts has the expert {found.min()}')
+  return found.reshape(shape)  # Raises where there are more or fewer.
 
 
 def parse_scores(reply: Any, token_ids: Sequence[int]) -> Scores:
@@ -183,6 +225,7 @@ class Client:
     stop_ids: Sequence[int],
     cache_key: str,
     deadline_s: float,
+    routing: Routing | None = None,
   ) -> Answer:
     """Samples the tokens that follow.
 
@@ -197,6 +240,7 @@ class Client:
       stop_ids: Tokens after which sampling ends.
       cache_key: Only requests of the same key share the cache of a prefix.
       deadline_s: Seconds that it may take.
+      routing: Experts to be told of; None: none.
 
     Returns:
       The answer.
@@ -205,6 +249,10 @@ class Client:
       UnavailableError: There was no usable reply in time.
       RefusedError: The request is not accepted.
     """
+    told: dict[str, Any] = {}
+    if routing is not None:
+      told['return_routed_experts'] = True
+      told['routed_experts_start_len'] = routing.start
     reply = await self._call(
       'POST',
       '/generate',
@@ -224,10 +272,11 @@ class Client:
         },
         'return_logprob': True,
         'extra_key': cache_key,
+        **told,
       },
       deadline_s=deadline_s,
     )
-    return parse_answer(reply)
+    return parse_answer(reply, num_given=len(token_ids), routing=routing)
 
   async def score(
     self, token_ids: Sequence[int], *, request_id: str, deadline_s: float

@@ -43,4 +43,16 @@ def __getattr__(name: str) -> Any:
       """Names the attention of PyTorch."""
       return 'torch_native'
 
+    def init_backend(self) -> None:
+      """Lets the experts of mixtures be recorded in plain memory."""
+      from sglang.srt.mem_cache.pool_host import common
+
+      def allocate(
+        dims: Any, *, dtype: Any, device: str, allocator: Any, **_: Any
+      ) -> Any:
+        return allocator.allocate(dims, dtype=dtype, device=device)
+
+      # SGLang's own registers the memory with a driver that is not there.
+      common.ALLOC_MEMORY_FUNCS['cpu'] = allocate
+
   return CpuPlatform

@@ -17,6 +17,8 @@ import numpy as np
 from scalerl_jax import length_control
 from scalerl_jax import records
 
+_UNKNOWN = -1  # The trainer then chooses for itself.
+
 
 class RolloutDraft:
   """One rollout, from its first request to its end."""
@@ -28,6 +30,7 @@ class RolloutDraft:
     max_tokens: int,
     rule: length_control.Interruption | None = None,
     budget: int = 0,
+    routing: tuple[int, int] | None = None,
   ) -> None:
     """Starts empty.
 
@@ -36,6 +39,8 @@ class RolloutDraft:
       max_tokens: Longest response; of no meaning with a rule.
       rule: The interruption; None: there is none.
       budget: Thinking tokens that the rule drew.
+      routing: Layers and experts per token of what is recorded of a mixture;
+        None: nothing is.
     """
     self._stop_ids = frozenset(stop_ids)
     self._rule = rule
@@ -47,6 +52,8 @@ class RolloutDraft:
     self._logps: list[float] = []
     self._versions: list[int] = []
     self._sampled: list[bool] = []
+    self._routing = routing
+    self._experts: list[np.ndarray] = []  # [L, k] of each; forced ones follow.
 
   @property
   def num_wanted(self) -> int:
@@ -55,11 +62,17 @@ class RolloutDraft:
       return 0
     return self._limit - len(self.token_ids)
 
+  @property
+  def num_routed(self) -> int:
+    """Tokens of which it is recorded what they were sampled after."""
+    return len(self._experts)
+
   def append(
     self,
     token_ids: Int[np.ndarray, ' N'],
     logps: Float[np.ndarray, ' N'],
     versions: Sequence[int],
+    routed_experts: Int[np.ndarray, 'M L k'] | None = None,
   ) -> None:
     """Adds what a request brought, be it all that it was asked for or less.
 
@@ -67,9 +80,11 @@ class RolloutDraft:
       token_ids: At most `num_wanted` sampled tokens.
       logps: Log-prob of each.
       versions: Version of the weights of each.
+      routed_experts: Experts of the token before each that follows the
+        `num_routed` first, these included; None: not known.
 
     Raises:
-      ValueError: There are more than were asked for.
+      ValueError: There are more than were asked for, or not the experts of all.
     """
     if len(token_ids) > self.num_wanted:
       raise ValueError(
@@ -79,6 +94,8 @@ class RolloutDraft:
     self._logps += logps.tolist()
     self._versions += versions
     self._sampled += [True] * len(token_ids)
+    if self._routing is not None:
+      self._record(routed_experts)
     rule = self._rule
     if self._thinks and rule is not None:
       if end := _end_of_thinking(self.token_ids, rule):
@@ -105,6 +122,7 @@ class RolloutDraft:
       policy_versions=np.array(self._versions, np.int32),
       sampled=np.array(self._sampled, bool),
       finish_reason=self._finish,
+      routed_experts=self._routed(),
     )
 
   @property
@@ -116,8 +134,34 @@ class RolloutDraft:
     )
 
   def _cut(self) -> None:
-    for column in (self.token_ids, self._logps, self._versions, self._sampled):
+    for column in (
+      self.token_ids,
+      self._logps,
+      self._versions,
+      self._sampled,
+      self._experts,
+    ):
       del column[self._limit :]
+
+  def _record(self, routed_experts: np.ndarray | None) -> None:
+    assert self._routing is not None
+    count = len(self.token_ids) - len(self._experts)
+    if routed_experts is None:
+      routed_experts = np.full((count, *self._routing), _UNKNOWN)
+    if len(routed_experts) != count:
+      raise ValueError(
+        f'experts of {len(routed_experts)} tokens came where {count} were asked'
+        ' for'
+      )
+    self._experts += list(routed_experts)
+
+  def _routed(self) -> np.ndarray | None:
+    if self._routing is None:
+      return None
+    experts = np.full((len(self.token_ids), *self._routing), _UNKNOWN, np.int16)
+    if self._experts:
+      experts[: len(self._experts)] = self._experts
+    return experts
 
   def _force(self, rule: length_control.Interruption) -> None:
     n = len(rule.phrase_ids)

@@ -49,6 +49,8 @@ class SamplingSpec:
     stop_ids: Tokens that end a rollout.
     interruption: None: thinking is never interrupted.
     vocab_size: Token ids are below it.
+    routing: Layers and experts per token of a mixture whose experts are
+      recorded; None: none are.
   """
 
   num_slots: int
@@ -58,6 +60,7 @@ class SamplingSpec:
   stop_ids: tuple[int, ...]
   interruption: length_control.Interruption | None
   vocab_size: int
+  routing: tuple[int, int] | None = None
 
   @property
   def context_tokens(self) -> int:
@@ -191,6 +194,7 @@ class SglangEngine:
         request_s=request_s,
         context_tokens=spec.context_tokens,
         probe_ids=probe.tolist(),
+        needs_routing=spec.routing is not None,
         max_logp_diff=max_logp_diff,
       )
 
@@ -202,11 +206,12 @@ class SglangEngine:
       self.close()
       raise
 
-  def fork(self, *, seed: int) -> 'SglangEngine':
+  def fork(self, *, seed: int, keep_routing: bool = True) -> 'SglangEngine':
     """Makes an engine with requests of its own on the same servers.
 
     Args:
       seed: Of the thinking budgets.
+      keep_routing: False: experts are not recorded.
 
     Returns:
       The engine; weights that either pushes are those of both.
@@ -214,6 +219,8 @@ class SglangEngine:
     other = object.__new__(SglangEngine)
     other.__dict__.update(self.__dict__)
     other._seed = seed
+    if not keep_routing:
+      other.spec = dataclasses.replace(self.spec, routing=None)
     other._active = {}
     return other
 
@@ -435,10 +442,16 @@ class SglangEngine:
       max_tokens=self.spec.response_tokens,
       rule=rule,
       budget=budget,
+      routing=self.spec.routing,
     )
     prompt = request.prompt_ids.tolist()
     place = fleet_lib.Place(server)
     while draft.num_wanted:
+      routing = None
+      if self.spec.routing is not None:
+        # Of the token that the first unknown one was sampled after.
+        start = len(prompt) - 1 + draft.num_routed
+        routing = client_lib.Routing(*self.spec.routing, start)
       try:
         answer, versions, place = await self._fleet.generate(
           prompt + draft.token_ids,
@@ -446,6 +459,7 @@ class SglangEngine:
           max_tokens=draft.num_wanted,
           temperature=self.spec.temperature,
           stop_ids=self.spec.stop_ids,
+          routing=routing,
         )
       except client_lib.UnavailableError as error:
         _log.warning('a rollout of visit %d: %s', request.visit, error)
@@ -453,7 +467,10 @@ class SglangEngine:
         break
       # A server may have stopped at a token that only its own model's files
       # call an end: then it is asked to go on.
-      draft.append(answer.token_ids, answer.logps, versions)
+      experts = answer.routed_experts
+      if answer.num_retractions:
+        experts = None  # What was read again may have gone other ways.
+      draft.append(answer.token_ids, answer.logps, versions, experts)
     return draft.rollout()
 
   def _check(self, params: Any) -> None:

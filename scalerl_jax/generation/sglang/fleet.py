@@ -177,6 +177,7 @@ class Fleet:
     context_tokens: int,
     probe_ids: Sequence[int],
     max_logp_diff: float,
+    needs_routing: bool = False,
   ) -> None:
     """Knows the servers; `start` talks to them.
 
@@ -189,6 +190,7 @@ class Fleet:
       probe_ids: Tokens, at least 2, that a server which joins others has to
         score as they do.
       max_logp_diff: Largest mean |Δ log-prob| of that comparison, in nats.
+      needs_routing: Whether servers have to tell the experts of tokens.
     """
     self.counts = Counts()
     self.run_id = uuid.uuid4().hex[:12]
@@ -199,6 +201,7 @@ class Fleet:
     self._context_tokens = context_tokens
     self._probe_ids = probe_ids
     self._max_logp_diff = max_logp_diff
+    self._needs_routing = needs_routing
     self._weights: Weights | None = None  # That servers are given.
     self._vote = _Vote(())  # On them.
     self._version = -1
@@ -362,7 +365,8 @@ class Fleet:
       token_ids: The prompt and the response so far.
       place: The server to ask first, and the key of the prefix that the
         rollout has there.
-      **how: `max_tokens`, `temperature` and `stop_ids` of `Client.generate`.
+      **how: `max_tokens`, `temperature`, `stop_ids` and `routing` of
+        `Client.generate`.
 
     Returns:
       (the answer, version of each token, where to go on).
@@ -489,7 +493,7 @@ class Fleet:
       return str(error)
     sizes = (info.get(f'{axis}_size') for axis in ('tp', 'dp', 'pp'))
     server.num_devices = math.prod(size or 1 for size in sizes)
-    problem = _misfit(info, self._context_tokens)
+    problem = _misfit(info, self._context_tokens, self._needs_routing)
     server.is_misfit = bool(problem)
     return f'{server.address}: {problem}' if problem else ''
 
@@ -635,7 +639,9 @@ class Fleet:
     return 0
 
 
-def _misfit(info: Mapping[str, Any], context_tokens: int) -> str:
+def _misfit(
+  info: Mapping[str, Any], context_tokens: int, needs_routing: bool
+) -> str:
   """Says what of a server's settings a run cannot use; '': nothing."""
   length = info.get('context_length')
   wanted = context_tokens + client_lib.SPARE_TOKENS
@@ -648,6 +654,11 @@ def _misfit(info: Mapping[str, Any], context_tokens: int) -> str:
     return 'the head is not in float32; start it with --enable-fp32-lm-head'
   if (info.get('tokenizer_worker_num') or 1) > 1:
     return 'a pause reaches one of several tokenizer workers; start it with 1'
+  if needs_routing and not info.get('enable_return_routed_experts'):
+    return (
+      'it does not tell the experts of tokens, for engine.replay_routing; start'
+      ' it with --enable-return-routed-experts'
+    )
   if info.get('speculative_algorithm'):
     return (
       'log-probs of speculative decoding are not those of the policy; start it'

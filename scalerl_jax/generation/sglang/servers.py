@@ -55,6 +55,7 @@ class ServerSpec:
     max_running_requests: Most requests that it decodes at once.
     max_total_tokens: Tokens that its KV cache holds; None: SGLang takes what
       memory there is, on a CPU most of that of the machine.
+    tell_experts: Whether it can tell through which experts tokens passed.
     args: More flags of SGLang; they win over those set here.
     api_key: What requests must present; None: nothing.
 
@@ -73,6 +74,7 @@ class ServerSpec:
   max_running_requests: int
   max_total_tokens: int | None = None
   args: tuple[str, ...] = ()
+  tell_experts: bool = False
   api_key: str | None = dataclasses.field(default=None, repr=False)
 
   def __post_init__(self) -> None:
@@ -129,6 +131,7 @@ def command(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
     'sampling-defaults': 'openai',
     # Of no policy, so that a server which lost its weights is found out.
     'weight-version': 'none',
+    'enable-return-routed-experts': spec.tell_experts or None,
     # A flag of the key itself would be seen by all users of the machine.
     'config': spec.key_path if spec.api_key else None,
   }

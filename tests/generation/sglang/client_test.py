@@ -1,6 +1,7 @@
 """Replies of a server, as they were recorded, and such as must not be used."""
 
 import asyncio
+import base64
 import copy
 
 import numpy as np
@@ -105,6 +106,41 @@ def test_p01_a_reply_that_leaves_something_open_is_not_used(
     client_lib.parse_answer('<html>')
 
 
+# Of 6 given and 3 sampled tokens the model read 8, the last 4 from 4 on.
+ROUTING = client_lib.Routing(num_layers=2, experts_per_token=1, start=4)
+
+
+def told(numbers, **changes):
+  text = base64.b64encode(np.array(numbers, '<i4').tobytes()).decode()
+  reply = changed(('meta_info', 'routed_experts'), text)
+  reply['meta_info'] |= changes
+  return client_lib.parse_answer(reply, num_given=6, routing=ROUTING)
+
+
+def test_m04_experts_are_those_of_each_token_that_was_read():
+  found = told(range(8)).routed_experts
+  assert found.tolist() == [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]]]
+
+
+@pytest.mark.parametrize(
+  ('numbers', 'message'),
+  [(range(7), 'reshape'), (range(10), 'reshape'), ([-1] * 8, 'expert -1')],
+)
+def test_m04_experts_of_other_tokens_are_not_used(numbers, message):
+  with pytest.raises(client_lib.UnavailableError, match=message):
+    told(numbers)
+
+
+def test_m04_experts_are_missing_after_an_abort_only():
+  def parse(ending):
+    reply = changed(('meta_info', 'finish_reason'), {'type': ending})
+    return client_lib.parse_answer(reply, num_given=6, routing=ROUTING)
+
+  assert parse('abort').routed_experts is None
+  with pytest.raises(client_lib.UnavailableError, match='are missing'):
+    parse('length')
+
+
 def ask(reply, call):
   """Calls a server that answers `reply`; None: nothing, until one leaves."""
 
@@ -181,6 +217,6 @@ def test_w12_settings_that_a_run_cannot_use_are_named(changes, message):
     'tokenizer_worker_num': 1,
     'speculative_algorithm': None,
   }
-  found = fleet_lib._misfit(info | changes, 100)
+  found = fleet_lib._misfit(info | changes, 100, needs_routing=False)
   assert message in found
   assert bool(found) == bool(message)

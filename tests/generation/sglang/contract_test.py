@@ -42,7 +42,10 @@ def assert_scored_alike(groups, *, weights, **kwargs):
   """Each token's log-prob is the trainer's with the weights of its version."""
   by_version = {
     version: tiny_engine.scored(
-      groups, tiny_model.params(seed), width=WIDTH, **kwargs
+      groups,
+      tiny_model.params(seed, kwargs.get('model')),
+      width=WIDTH,
+      **kwargs,
     )
     for version, seed in weights.items()
   }

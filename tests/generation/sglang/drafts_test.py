@@ -20,15 +20,24 @@ LONG_END = dataclasses.replace(RULE, end_ids=((4, 5), (6,)))
 
 def append(draft, tokens, *, version=0):
   n = len(tokens)
+  # The experts of a token are its number in the response.
+  read = range(draft.num_routed, len(draft.token_ids) + n)
   draft.append(
-    np.array(tokens, np.int32), np.full(n, -0.5, np.float32), [version] * n
+    np.array(tokens, np.int32),
+    np.full(n, -0.5, np.float32),
+    [version] * n,
+    np.array([[[i, i]] for i in read], np.int32),
   )
 
 
 def played(rule, budget, policy, *, chunk=100, max_tokens=20):
   """Serves a draft from what the policy would sample, `chunk` at a time."""
   draft = drafts.RolloutDraft(
-    stop_ids=(STOP,), max_tokens=max_tokens, rule=rule, budget=budget
+    stop_ids=(STOP,),
+    max_tokens=max_tokens,
+    rule=rule,
+    budget=budget,
+    routing=(1, 2),
   )
   sampled = 0  # Of the policy's tokens: those that are kept.
   asked = []
@@ -58,6 +67,8 @@ def test_it_is_the_rollout_of_one_token_at_a_time(rule, chunk):
       tokens = tokens[: tokens.index((STOP, False)) + 1]
     found, _ = played(rule, budget, policy, chunk=chunk)
     assert found.token_ids.tolist() == [t for t, _ in tokens]
+    experts = [[[i, i]] for i in range(len(tokens))]
+    assert found.routed_experts.tolist() == experts
     assert found.sampled.tolist() == [not forced for _, forced in tokens]
     stopped = found.sampled[-1] and found.token_ids[-1] == STOP
     assert stopped or exhausted
@@ -106,3 +117,26 @@ def test_more_tokens_than_were_asked_for_are_refused():
   draft = drafts.RolloutDraft(stop_ids=(STOP,), max_tokens=2)
   with pytest.raises(ValueError, match='3 tokens came where 2'):
     append(draft, [2, 2, 2])
+
+
+def test_m04_experts_that_are_not_told_are_unknown():
+  draft = drafts.RolloutDraft(
+    stop_ids=(STOP,), max_tokens=9, rule=RULE, budget=2, routing=(1, 2)
+  )
+  append(draft, [4, 5])  # The phrase follows.
+  assert draft.num_routed == 2
+  logps = np.zeros(1, np.float32)
+  draft.append(np.array([2], np.int32), logps, [0], None)
+  assert draft.num_routed == 2 + 3 + 1
+  append(draft, [2])
+  draft.abandon()
+  found = draft.rollout().routed_experts[:, 0, 0]
+  assert found.tolist() == [0, 1, -1, -1, -1, -1, 6]
+
+
+def test_m04_experts_of_too_few_tokens_are_refused():
+  draft = drafts.RolloutDraft(stop_ids=(STOP,), max_tokens=9, routing=(1, 2))
+  one = np.zeros((1, 1, 2), np.int32)
+  logps = np.zeros(2, np.float32)
+  with pytest.raises(ValueError, match='of 1 tokens came where 2 were asked'):
+    draft.append(np.array([4, 5], np.int32), logps, [0, 0], one)

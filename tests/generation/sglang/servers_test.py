@@ -101,6 +101,8 @@ def _wait(condition, seconds=20.0):
     ({'device': 'cpu'}, '--sampling-backend pytorch', 'cuda'),
     ({'api_key': 'secret'}, '--config ', 'secret'),
     ({'args': ('--tp-size', '2')}, '--tp-size 2', 'cpu'),
+    ({}, '--context-length', '--enable-return-routed-experts'),
+    ({'tell_experts': True}, '--enable-return-routed-experts', 'cpu'),
   ],
 )
 def test_command_says_what_the_specification_asks_for(

@@ -12,12 +12,13 @@ READY_S = 300.0
 
 
 def specs(
-  directory: pathlib.Path, python: str, *, count: int = 2, **changes
+  directory: pathlib.Path, python: str, *, count: int = 2, model=None, **changes
 ) -> list[servers.ServerSpec]:
-  """Servers of `tiny_model.spec()` in float32, their files in a directory."""
+  """Servers of a tiny model in float32, their files in a directory."""
   model_path = directory / 'model'
   model_path.mkdir(exist_ok=True)
-  content = hf.config_from_spec(tiny_model.spec(), dtype='float32')
+  model = model or tiny_model.spec()
+  content = hf.config_from_spec(model, dtype='float32')
   (model_path / 'config.json').write_text(json.dumps(content))
   fields = {
     'python': python,
