@@ -19,6 +19,10 @@ from scalerl_jax.reporting import writers
 
 _log = logging.getLogger(__name__)
 _JSONL = ('metrics', 'evals', 'samples')
+# The paper, A.15: runs in which more than 10 to 15 % of rollouts are truncated
+# become unstable, and do not recover.
+_MAX_TRUNCATED = 0.15
+_TRUNCATED_UPDATES = 10  # In a row, before it is said.
 # Gain that makes twice the compute worth it: the paper's margin on A.
 _WORTHWHILE_GAIN = 0.02
 
@@ -49,6 +53,7 @@ class Recorder:
     self._board: writers.TensorBoardWriter | None = None
     self._points: list[evaluation.EvalPoint] = []
     self._fit: curves.SigmoidFit | None = None
+    self._num_truncated = 0  # Updates in a row with too many.
 
   def start(self, updates: int) -> None:
     """Begins at an update: 0 or that of a checkpoint."""
@@ -95,6 +100,7 @@ class Recorder:
       100 * row['interrupted_fraction'],
       ceiling,
     )
+    self._watch_truncation(row['truncated_fraction'])
 
   def on_evaluation(
     self,
@@ -154,6 +160,19 @@ class Recorder:
       writer.close()
     if self._board is not None:
       self._board.close()
+
+  def _watch_truncation(self, fraction: float) -> None:
+    self._num_truncated = (
+      self._num_truncated + 1 if fraction > _MAX_TRUNCATED else 0
+    )
+    if self._num_truncated == _TRUNCATED_UPDATES:
+      _log.warning(
+        'more than %.0f%% of the rollouts were truncated in each of the last %d'
+        ' updates: such runs tend to become unstable. Give answers more room'
+        ' (batch.max_tokens, length.answer_tokens), or thinking less',
+        100 * _MAX_TRUNCATED,
+        _TRUNCATED_UPDATES,
+      )
 
   def _sample(
     self, step: int, group: records.RolloutGroup, problem: records.Problem

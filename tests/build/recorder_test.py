@@ -7,7 +7,7 @@ from scalerl_jax.build import recorder as recorder_lib
 from tests import tiny
 
 
-def life(workdir, steps, *, state=None):
+def life(workdir, steps, *, state=None, truncated=lambda step: 0.0):
   """Writes updates as a run does; returns the state after each."""
   recorder = recorder_lib.Recorder(
     workdir, tiny.config(reporting={'tensorboard': True}), decode=str
@@ -26,7 +26,7 @@ def life(workdir, steps, *, state=None):
           'pass_rate_train': step / 8,
           'tokens_per_s': 1.0,
           'lag_mean': 0.0,
-          'truncated_fraction': 0.0,
+          'truncated_fraction': truncated(step),
           'interrupted_fraction': 0.0,
         }
       )
@@ -54,3 +54,20 @@ def test_a_run_without_a_checkpoint_starts_anew(tmp_path):
   board = event_accumulator.EventAccumulator(str(tmp_path / 'tensorboard'))
   shown = board.Reload().Scalars('pass_rate_train')
   assert [e.step for e in shown] == [1, 2]
+
+
+@pytest.mark.parametrize(
+  ('truncated', 'told'),
+  [
+    (lambda step: 0.2, 1),
+    (lambda step: 0.15, 0),
+    (lambda step: 0.2 if step % 10 else 0.0, 0),
+  ],
+)
+def test_k13_many_truncated_rollouts_are_warned_of(
+  tmp_path, caplog, truncated, told
+):
+  life(tmp_path, range(1, 31), truncated=truncated)
+  warnings = [r for r in caplog.records if r.levelname == 'WARNING']
+  assert len(warnings) == told
+  assert all('15% of the rollouts' in r.getMessage() for r in warnings)

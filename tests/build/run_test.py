@@ -190,7 +190,9 @@ def _kill():
 @pytest.mark.parametrize(
   'moment', ['update 1/', 'evaluation at 2', 'update 3/', 'evaluation at 4']
 )
-def test_r01_r06_r10_killed_run_resumes_to_the_bit(reference, workdir, moment):
+def test_r01_r06_r10_s05_killed_run_resumes_to_the_bit(
+  reference, workdir, moment
+):
   config = tiny.config()
   with tiny.when_logged(moment, _kill), pytest.raises(_KilledError):
     build.run(config, workdir)

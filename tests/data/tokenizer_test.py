@@ -18,7 +18,7 @@ def test_markers_are_single_ids():
   assert max(ids) < _TOKENIZER.vocab_size
 
 
-def test_k01_decoding_is_not_inverted_by_encoding():
+def test_k01_k02_decoding_is_not_inverted_by_encoding():
   # So ids are kept: these bytes are not text, and the halves are one marker.
   assert _TOKENIZER.encode(_TOKENIZER.decode([0xFF])) != [0xFF]
   halves = [*b'<e', *b'nd>']

@@ -294,7 +294,7 @@ def test_packing_is_first_fit_decreasing():
 
 
 @pytest.mark.parametrize('seed', range(3))
-def test_packed_rows_hold_the_same_rollouts(seed):
+def test_p02_packed_rows_hold_the_same_rollouts(seed):
   groups = tiny_batch.random_groups(seed)
   one_each, _ = assemble(groups, num_rows=16, row_tokens=10)
   packed, _ = assemble(groups, num_rows=10, row_tokens=20, packed=True)

@@ -136,7 +136,7 @@ def test_p04_differences_by_position():
   )
 
 
-def test_lag_is_in_updates_at_consumption():
+def test_s01_s06_lag_is_in_updates_at_consumption():
   versions = np.array([3, 5, 7, 0], np.int32)
   rollouts = [
     tiny_batch.rollout([0] * 4, reward=r, policy_versions=versions)
@@ -204,7 +204,7 @@ def test_l01_a_masked_rollout_is_in_no_numerator_and_no_denominator(
 
 
 @pytest.mark.parametrize('name', RECIPES)
-def test_l02_a_batch_without_a_valid_rollout_changes_nothing(name):
+def test_l02_s07_a_batch_without_a_valid_rollout_changes_nothing(name):
   groups = [
     tiny_batch.group(
       v,

@@ -161,7 +161,15 @@ def _experts(
   )
   if (found < 0).any():
     raise ValueError(f'routed_experts has the expert {found.min()}')
-  return found.reshape(shape)  # Raises where there are more or fewer.
+  found = found.reshape(shape)  # Raises where there are more or fewer.
+  ordered = np.sort(found, axis=-1)
+  # Kernels that choose experts themselves leave zeros in the record.
+  if (ordered[..., 1:] == ordered[..., :-1]).any():
+    raise ValueError(
+      'routed_experts has an expert twice for one token and layer, so this'
+      ' --moe-runner-backend does not record them; use triton'
+    )
+  return found
 
 
 def parse_scores(reply: Any, token_ids: Sequence[int]) -> Scores:

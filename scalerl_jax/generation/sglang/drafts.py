@@ -94,7 +94,8 @@ class RolloutDraft:
     self._logps += logps.tolist()
     self._versions += versions
     self._sampled += [True] * len(token_ids)
-    if self._routing is not None:
+    # What brought no token tells of none; the next request asks again.
+    if self._routing is not None and len(token_ids):
       self._record(routed_experts)
     rule = self._rule
     if self._thinks and rule is not None:

@@ -131,6 +131,14 @@ def test_m04_experts_of_other_tokens_are_not_used(numbers, message):
     told(numbers)
 
 
+def test_m04_experts_that_no_kernel_recorded_are_not_used():
+  text = base64.b64encode(np.zeros(8, '<i4').tobytes()).decode()
+  reply = changed(('meta_info', 'routed_experts'), text)
+  routing = client_lib.Routing(num_layers=1, experts_per_token=2, start=4)
+  with pytest.raises(client_lib.UnavailableError, match='an expert twice'):
+    client_lib.parse_answer(reply, num_given=6, routing=routing)
+
+
 def test_m04_experts_are_missing_after_an_abort_only():
   def parse(ending):
     reply = changed(('meta_info', 'finish_reason'), {'type': ending})
@@ -166,6 +174,33 @@ def ask(reply, call):
       await asyncio.gather(*served, return_exceptions=True)
 
   asyncio.run(main())
+
+
+def test_p08_p11_nothing_of_sampling_is_left_to_the_server(monkeypatch):
+  sent = {}
+
+  async def call(self, method, path, body, *, deadline_s):
+    sent.update(body)
+    return REPLY
+
+  monkeypatch.setattr(client_lib.Client, '_call', call)
+  client = client_lib.Client('http://nowhere', control_s=1.0)
+  how = {'request_id': 'a', 'cache_key': 'k', 'deadline_s': 1.0}
+  asyncio.run(
+    client.generate([5, 6], max_tokens=3, temperature=0.7, stop_ids=(1,), **how)
+  )
+  assert sent['sampling_params'] == {
+    'max_new_tokens': 3,
+    'temperature': 0.7,
+    'top_p': 1.0,
+    'top_k': -1,
+    'min_p': 0.0,
+    'frequency_penalty': 0.0,
+    'presence_penalty': 0.0,
+    'repetition_penalty': 1.0,
+    'stop_token_ids': [1],
+  }
+  assert 'return_routed_experts' not in sent
 
 
 @pytest.mark.parametrize(

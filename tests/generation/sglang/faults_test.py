@@ -263,7 +263,7 @@ def test_a_full_disk_is_waited_for(servers, small_disk):
 
 
 @pytest.mark.parametrize('update', ['in_place', 'retract'])
-def test_w05_w10_versions_are_right_through_many_updates_under_load(
+def test_w01_w05_w10_versions_are_right_through_many_updates_under_load(
   make, update
 ):
   made = make(**LONG, options={'update': update})
