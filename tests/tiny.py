@@ -66,6 +66,22 @@ def config(**sections) -> config_lib.RunConfig:
   return config_lib.from_config_dict(fields)
 
 
+def sglang(python: str) -> dict:
+  """Returns the section `engine` of a run that starts a server on the CPU."""
+  return {
+    'kind': 'sglang',
+    'start_servers': True,
+    'sglang': {
+      'python': python,
+      'device': 'cpu',
+      'max_total_tokens': 20_000,
+      'weights_dtype': 'float32',
+      'max_logp_diff': 1e-4,
+      'probe_s': 10.0,
+    },
+  }
+
+
 @contextlib.contextmanager
 def compiled_once(directory: pathlib.Path):
   """Keeps compiled code in a directory, for runs that are alike."""

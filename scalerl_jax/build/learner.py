@@ -135,21 +135,19 @@ class Learner:
       shardings = sharding.param_shardings(
         models.logical_axes(self.spec), self.mesh
       )
-    params = base_policy.base_params(
-      config,
-      self.spec,
-      self._tokenizer,
-      self._workdir,
-      jax.random.split(jax.random.key(config.seed), 3)[0],
-      shardings=shardings,
-    )
     tx = optimizer.make_optimizer(config.optimizer)
     self._step_fn = make_step(config, self.spec, tx, self.mesh)
-    if self.mesh is None:
-      state = state_lib.init(params, tx)
+    self._checkpointer = checkpointing.Checkpointer(
+      self._workdir / 'checkpoints', keep=config.checkpoint.keep
+    )
+    # First: what it holds needs no base policy, and no room beside one.
+    restored = self._checkpointer.restore(
+      state_lib.abstract(models.abstract_params(self.spec), tx, shardings)
+    )
+    if restored is None:
+      state = self._begin(tx, shardings)
     else:
-      state = state_lib.init_sharded(params, tx, shardings, donate=True)
-    del params
+      state = restored.train_state
     self.trainer = trainer_lib.Trainer(
       state,
       self._led_step,
@@ -162,14 +160,22 @@ class Learner:
       max_nonfinite_streak=config.optimizer.max_nonfinite_streak,
       num_devices=1 if self.mesh is None else self.mesh.size,
     )
-    self._checkpointer = checkpointing.Checkpointer(
-      self._workdir / 'checkpoints', keep=config.checkpoint.keep
+    return None if restored is None else restored.host
+
+  def _begin(
+    self, tx: optax.GradientTransformation, shardings: Any
+  ) -> state_lib.TrainState:
+    params = base_policy.base_params(
+      self._config,
+      self.spec,
+      self._tokenizer,
+      self._workdir,
+      jax.random.split(jax.random.key(self._config.seed), 3)[0],
+      shardings=shardings,
     )
-    restored = self._checkpointer.restore(state)
-    if restored is None:
-      return None
-    self.trainer.state = restored.train_state
-    return restored.host
+    if shardings is None:
+      return state_lib.init(params, tx)
+    return state_lib.init_sharded(params, tx, shardings, donate=True)
 
   def _led_step(
     self, state: state_lib.TrainState, batch: arrays_lib.Batch

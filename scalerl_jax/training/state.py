@@ -75,26 +75,30 @@ def abstract(
   Args:
     params: Parameters, or their shapes and dtypes.
     tx: The optimizer.
-    shardings: Tree of `NamedSharding` like `params`.
+    shardings: Tree of `NamedSharding` like `params`; None: one device.
 
   Returns:
     The state, its leaves `jax.ShapeDtypeStruct` with shardings.
   """
-  mesh = jax.tree.leaves(shardings)[0].mesh
-  replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  if shardings is None:
+    other: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shardings = jax.tree.map(lambda _: other, params)
+  else:
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    other = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   opt_state = jax.eval_shape(tx.init, params)
   opt_shardings = optax.tree.map_params(
     tx,
     lambda _, sharding: sharding,
     opt_state,
     shardings,
-    transform_non_params=lambda _: replicated,
+    transform_non_params=lambda _: other,
   )
 
   def describe(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-  count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+  count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=other)
   return TrainState(
     params=jax.tree.map(describe, params, shardings),
     opt_state=jax.tree.map(describe, opt_state, opt_shardings),

@@ -196,7 +196,11 @@ def test_r01_r06_r10_s05_killed_run_resumes_to_the_bit(
   config = tiny.config()
   with tiny.when_logged(moment, _kill), pytest.raises(_KilledError):
     build.run(config, workdir)
+  has_checkpoint = any((workdir / 'checkpoints').glob('*/digests.json'))
+  if has_checkpoint:  # Then the base policy is not asked for again.
+    shutil.rmtree(workdir / 'warm_start')
   build.run(config, workdir)
+  assert (workdir / 'warm_start').exists() != has_checkpoint
   _assert_same_run(config, workdir, reference)
 
 

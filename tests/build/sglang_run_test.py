@@ -16,18 +16,7 @@ def workdir(sglang_python, tmp_path_factory):
   config = tiny.config(
     num_updates=10,
     batch={'prompts': 4},
-    engine={
-      'kind': 'sglang',
-      'start_servers': True,
-      'sglang': {
-        'python': sglang_python,
-        'device': 'cpu',
-        'max_total_tokens': 20_000,
-        'weights_dtype': 'float32',
-        'max_logp_diff': 1e-4,
-        'probe_s': 10.0,
-      },
-    },
+    engine=tiny.sglang(sglang_python),
     pipeline={'schedule': 'threads', 'lockstep_lead': 0, 'deadline_s': 300.0},
     evaluation={'every': 5},
   )

@@ -170,18 +170,7 @@ def test_servers_get_the_weights_of_both(start, base, sglang_python, tmp_path):
   config = _config(
     base,
     num_updates=4,
-    engine={
-      'kind': 'sglang',
-      'start_servers': True,
-      'sglang': {
-        'python': sglang_python,
-        'device': 'cpu',
-        'max_total_tokens': 20_000,
-        'weights_dtype': 'float32',
-        'max_logp_diff': 1e-4,
-        'probe_s': 10.0,
-      },
-    },
+    engine=tiny.sglang(sglang_python),
     pipeline={'schedule': 'threads', 'lockstep_lead': 0, 'deadline_s': 300.0},
   )
   run = start(config)
