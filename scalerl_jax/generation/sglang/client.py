@@ -287,14 +287,18 @@ class Client:
     return parse_answer(reply, num_given=len(token_ids), routing=routing)
 
   async def score(
-    self, token_ids: Sequence[int], *, request_id: str, deadline_s: float
+    self,
+    token_ids: Sequence[int],
+    *,
+    request_id: str,
+    deadline_s: float | None = None,
   ) -> Scores:
     """Asks for the log-probs of given tokens.
 
     Args:
       token_ids: At least 2; the last of the vocabulary cannot be scored.
       request_id: Never used before on this server.
-      deadline_s: Seconds that it may take.
+      deadline_s: Seconds that it may take; None: as any control call.
 
     Returns:
       The scores.

@@ -120,11 +120,13 @@ class _Vote:
     self._decided = asyncio.Event()
 
   def cast(self, voter: str, sums: Mapping[str, str]) -> None:
-    self._cast[frozenset(sums.items())] += 1
-    self.leave(voter)
+    """Counts what a voter holds, the first time; others have no say."""
+    if voter in self._left:
+      self._cast[frozenset(sums.items())] += 1
+      self.leave(voter)
 
   def leave(self, voter: str) -> None:
-    """Counts on a voter no more; after `cast` it changes nothing."""
+    """Counts on a voter no more."""
     self._left.discard(voter)
     for sums, count in self._cast.most_common(1):
       if 2 * count > self._cast.total() + len(self._left):
@@ -156,6 +158,7 @@ class _Server:
     self.is_misfit = False
     self.num_devices = 1
     self.num_loads = 0
+    self.loaded: Weights | None = None  # None: it is not known.
     self.reason = ''
     self.paused_s = 0.0
 
@@ -274,7 +277,7 @@ class Fleet:
 
     async def take(server: _Server) -> None:
       try:
-        await self._try_to_load(server, votes=True)
+        await self._try_to_load(server)
       finally:
         vote.leave(server.address)
 
@@ -505,21 +508,24 @@ class Fleet:
     if problem and not server.lock.locked():
       self._take_out(server, problem)
 
-  async def _try_to_load(self, server: _Server, *, votes: bool = False) -> None:
+  async def _try_to_load(self, server: _Server) -> None:
     """Gives a server the weights; it is ready then, or else out."""
     async with server.lock:
       try:
-        if not server.is_ready and (problem := await self._look(server)):
-          raise client_lib.UnavailableError(problem)
-        if votes:
-          await self._load(server, votes=True)
-        else:
-          await self._join(server)
+        if not server.is_ready:
+          if problem := await self._look(server):
+            raise client_lib.UnavailableError(problem)
+          await self._compare(server)
+        while server.loaded is not self._weights:  # They may change meanwhile.
+          await self._load(server)
       except (client_lib.UnavailableError, client_lib.RefusedError) as error:
         self._take_out(server, str(error))
         return
       except _WrongError as error:
-        self._take_out(server, f'{server.address}: {error}')
+        reason = f'{server.address}: {error}'
+        if reason != server.reason:
+          _log.warning('a server is not let in: %s', reason)
+        self._take_out(server, reason)
         return
       if not server.is_ready:
         server.is_ready = True
@@ -529,21 +535,19 @@ class Fleet:
     async with self._changed:
       self._changed.notify_all()
 
-  async def _join(self, server: _Server) -> None:
-    """Loads and compares; weights may change meanwhile."""
+  async def _compare(self, server: _Server) -> None:
+    """Lets a server score as one that is ready does, if any is."""
+    server.loaded = None  # Whatever it was given, it may have lost it.
     others = [s for s in self._servers if s.is_ready]
-    other = min(others, key=lambda s: s.outstanding, default=None)
+    if not others:
+      return
+    other = min(others, key=lambda s: s.outstanding)
     for _ in range(_MAX_TRIES):
-      expected = None
-      if other is not None:  # It is busy, so first.
-        expected = await self._score(other)
-      loaded = await self._load(server)
-      if expected is None or await self._scores_alike(server, expected):
-        break
-    else:
-      raise _WrongError('the weights changed too often to join')
-    while loaded is not self._weights:
-      loaded = await self._load(server)
+      expected = await self._score(other)  # It is busy, so first.
+      await self._load(server)
+      if await self._scores_alike(server, expected):
+        return
+    raise _WrongError('the weights changed too often to compare it')
 
   async def _scores_alike(
     self, server: _Server, expected: client_lib.Scores
@@ -566,23 +570,21 @@ class Fleet:
     return await server.client.score(
       self._probe_ids,
       request_id=f'{self.run_id}-{self._num_requests:012d}',
-      deadline_s=self._request_s,
     )
 
-  async def _load(self, server: _Server, *, votes: bool = False) -> Weights:
+  async def _load(self, server: _Server) -> None:
     """Pauses, loads, verifies and goes on; stays paused where that fails."""
     assert self._weights is not None
     weights, vote = self._weights, self._vote
     start = time.monotonic()
     sums = await self._load_paused(server, weights)
-    if votes:
-      vote.cast(server.address, sums)
+    vote.cast(server.address, sums)
     if wrong := await vote.objection(sums):
       raise _WrongError(wrong)
     server.num_loads += 1
     await server.client.resume(deadline_s=2 * self._probe_s)
     server.paused_s = time.monotonic() - start
-    return weights
+    server.loaded = weights
 
   async def _load_paused(
     self, server: _Server, weights: Weights

@@ -55,7 +55,7 @@ class Client(client_lib.Client):
       ),
     )
 
-  async def score(self, token_ids, *, request_id, deadline_s):
+  async def score(self, token_ids, *, request_id):
     logps = np.full(len(token_ids) - 1, self.logp, np.float32)
     return await self._do('score', client_lib.Scores(logps=logps, tag=self.tag))
 
@@ -257,9 +257,27 @@ def test_one_that_joins_is_compared_with_the_same_weights_only(make):
   wait_until(lambda: ready(made) == 1)
   here.tag = 'others'  # While the new one has ours.
   late.fails = lambda name: False
-  wait_until(lambda: 'the weights changed too often' in reasons(made))
+  wait_until(lambda: 'the weights changed too often to' in reasons(made))
   made.update_weights(None, 1)
   wait_until(lambda: ready(made) == 2)
+
+
+def test_a_push_meets_a_server_that_is_just_coming_back(make):
+  made = make(count=1, probe_s=0.02)
+  client = MADE['http://server0']
+  client.fails = lambda name: name == 'info'
+  wait_until(lambda: ready(made) == 0)
+  client.calls.clear()
+  client.hangs.add('load')
+  client.fails = lambda name: False
+  wait_until(lambda: 'load' in client.calls)  # Of the old weights.
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    push = pool.submit(made.update_weights, None, 1)
+    wait_until(lambda: made._fleet._weights.version == 1)
+    client.hangs.clear()
+    push.result(timeout=30)
+  assert made.version == 1
+  assert ready(made) == 1
 
 
 def test_closing_does_not_wait_for_weights_to_be_taken(make):
