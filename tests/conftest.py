@@ -24,6 +24,19 @@ import pytest  # noqa: E402
 from scalerl_jax.generation.sglang import installation  # noqa: E402
 
 
+@pytest.hookimpl(tryfirst=True)  # Before it is looked at.
+def pytest_collection_modifyitems(config, items):
+  """With `-n 2`: a module, or all that needs servers, stays in one process."""
+  if not config.pluginmanager.hasplugin('xdist'):
+    return
+  for item in items:
+    group = item.nodeid.partition('::')[0]
+    needs_servers = 'sglang_python' in item.fixturenames
+    if needs_servers or group.startswith('tests/generation/sglang/'):
+      group = 'servers'
+    item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture
 def strict_dtypes():
   """No implicit promotion between dtypes; for our own pure functions."""

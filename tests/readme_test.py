@@ -126,5 +126,7 @@ def _type_of(config, field):
 
 def test_test_command_is_found_by_the_ci_script():
   block = _TEXT.partition('<!-- test-command -->\n')[2]
-  assert re.match(r'```sh\n\S.* && python -m pytest\n```\n', block)
+  assert re.match(
+    r'```sh\n\S.* && python -m pytest -n 2 --dist loadgroup\n```\n', block
+  )
   assert '<!-- test-command -->' in (_ROOT / '.ci' / 'run').read_text()
