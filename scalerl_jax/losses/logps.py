@@ -19,10 +19,14 @@ from jaxtyping import Int
 
 from scalerl_jax import arrays
 
-# Logits of a chunk by default: float32 values, and tokens (more are slower on
-# a CPU, where fresh large buffers are dear).
-_MAX_CHUNK = 2**26
+# Logits of a chunk by default. Larger fresh buffers are dear on a CPU; with
+# fewer tokens the head's gradient is read and written more than it is computed.
+_CHUNK = 2**25
+_MIN_CHUNK_TOKENS = 512
 _MAX_CHUNK_TOKENS = 4096
+
+# (∂L/∂log π, ∂L/∂entropy or None) → (∂L/∂h, ∂L/∂W).
+_Pullback = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def default_chunk_size(*, vocab_size: int) -> int:
@@ -32,9 +36,9 @@ def default_chunk_size(*, vocab_size: int) -> int:
     vocab_size: V.
 
   Returns:
-    At most 4,096, and at most 256 MiB of float32 logits.
+    128 MiB of float32 logits, but at least 512 tokens and at most 4,096.
   """
-  return max(1, min(_MAX_CHUNK_TOKENS, _MAX_CHUNK // vocab_size))
+  return min(max(_MIN_CHUNK_TOKENS, _CHUNK // vocab_size), _MAX_CHUNK_TOKENS)
 
 
 def token_logps(
@@ -66,7 +70,8 @@ def token_logps(
       temperature (Gemma 2).
 
   Returns:
-    (logp, entropy), both float32 nats; differentiable in `hidden` and `head`.
+    (logp, entropy), both float32 nats; differentiable in `hidden` and `head`,
+    in reverse mode.
 
   Raises:
     ValueError: temperature or chunk_size is not positive, or the shapes differ.
@@ -74,15 +79,28 @@ def token_logps(
   B, T, _ = hidden.shape
   score = _checked_score(hidden, head, targets, temperature, softcap)
   split, join = _chunking(B, T, head.shape[-1], chunk_size)
-  # Outside the chunks, so that their gradients add up in float32.
-  weights = head.astype(jnp.float32)
 
-  @jax.checkpoint
-  def part(chunk: tuple[jax.Array, jax.Array]) -> arrays.TokenScores:
-    h, y = chunk
-    return score(h, weights, y)
+  @jax.custom_vjp
+  def total(hidden: Any, head: Any, targets: Any) -> arrays.TokenScores:
+    weights = head.astype(jnp.float32)
+    chunks = split((hidden, targets))
+    return join(_map(lambda c: score(c[0], weights, c[1])[0], chunks))
 
-  return join(_map(part, split((hidden, targets))))
+  def forward(*inputs: Any) -> Any:
+    return total(*inputs), inputs
+
+  def backward(inputs: Any, cotangents: arrays.TokenScores) -> Any:
+    hidden, head, targets = inputs
+
+    def part(h: Any, weights: Any, y: Any, ct: arrays.TokenScores) -> Any:
+      return (), score(h, weights, y)[1](ct.logp, ct.entropy)
+
+    chunks = split((hidden, targets, cotangents))
+    _, d_hidden, d_head = _accumulate(part, head.astype(jnp.float32), chunks)
+    return join(d_hidden).astype(hidden.dtype), d_head.astype(head.dtype), None
+
+  total.defvjp(forward, backward)
+  return total(hidden, head, targets)
 
 
 def fused_loss(
@@ -135,41 +153,37 @@ def fused_loss(
       )
   split, join = _chunking(B, T, head.shape[-1], chunk_size)
 
-  def part(h: jax.Array, weights: jax.Array, y: jax.Array, fn: Any) -> Any:
-    scores = score(h, weights, y)
-    values = fn(scores.logp)
-    return jnp.sum(values), (values, scores)
-
   @jax.custom_vjp
   def total(hidden: Any, head: Any, targets: Any, loss_fn: Any) -> Any:
     weights = head.astype(jnp.float32)
     chunks = split((hidden, targets, loss_fn))
-    values, scores = join(
-      _map(lambda c: part(c[0], weights, *c[1:])[1], chunks)
-    )
+
+    def part(chunk: Any) -> Any:
+      h, y, fn = chunk
+      scores, _ = score(h, weights, y)
+      return fn(scores.logp), scores
+
+    values, scores = join(_map(part, chunks))
     return jnp.sum(values), scores
 
   def forward(hidden: Any, head: Any, targets: Any, loss_fn: Any) -> Any:
-    weights = head.astype(jnp.float32)
-    gradients = jax.value_and_grad(part, argnums=(0, 1), has_aux=True)
+    def part(h: Any, weights: Any, y: Any, fn: Any) -> Any:
+      scores, pullback = score(h, weights, y)
+      values, slopes = jax.vjp(fn, scores.logp)
+      return (values, scores), pullback(*slopes(jnp.ones_like(values)))
 
-    def add(d_weights: jax.Array, chunk: Any) -> Any:
-      h, *rest = chunk
-      (_, outputs), (d_h, d_w) = gradients(h, weights, *rest)
-      return d_weights + d_w, (*outputs, d_h)
-
-    d_weights, outputs = jax.lax.scan(
-      add, jnp.zeros_like(weights), split((hidden, targets, loss_fn))
+    outputs, d_hidden, d_head = _accumulate(
+      part, head.astype(jnp.float32), split((hidden, targets, loss_fn))
     )
-    values, scores, d_hidden = join(outputs)
-    return (jnp.sum(values), scores), (d_hidden, d_weights)
+    values, scores = join(outputs)
+    return (jnp.sum(values), scores), (join(d_hidden), d_head)
 
   def backward(gradients: Any, cotangents: Any) -> Any:
-    d_hidden, d_weights = gradients
+    d_hidden, d_head = gradients
     scale = cotangents[0]
     return (
-      (scale * d_hidden.astype(jnp.float32)).astype(hidden.dtype),
-      (scale * d_weights).astype(head.dtype),
+      (scale * d_hidden).astype(hidden.dtype),
+      (scale * d_head).astype(head.dtype),
       None,
       None,
     )
@@ -185,7 +199,7 @@ def _checked_score(
   targets: jax.Array,
   temperature: float,
   softcap: float | None,
-) -> Callable[..., arrays.TokenScores]:
+) -> Callable[..., tuple[arrays.TokenScores, _Pullback]]:
   """Checks the inputs and makes the function that scores a chunk of them."""
   if not temperature > 0:
     raise ValueError(
@@ -208,16 +222,73 @@ def _score(
   *,
   temperature: float,
   softcap: float | None,
-) -> arrays.TokenScores:
-  logits = h.astype(jnp.float32) @ weights  # [B, columns, V]
+) -> tuple[arrays.TokenScores, _Pullback]:
+  """Scores a chunk, and has what takes gradients by its scores to its inputs.
+
+  By hand, since autodiff keeps and writes several arrays as large as the
+  logits. Where that by the entropy is None,
+
+      ∂L/∂z = ∂L/∂log π(y) · (onehot(y) - π)
+
+  is scaled by row only after the matmuls, and written once.
+  """
+  h = h.astype(jnp.float32)
+  logits = h @ weights  # [rows, columns, V]
+  slope: jax.Array | None = None  # ∂ capped / ∂ z.
   if softcap is not None:
-    logits = softcap * jnp.tanh(logits / softcap)
+    capped = jnp.tanh(logits / softcap)
+    logits, slope = softcap * capped, 1.0 - capped**2
   logits = logits / temperature
-  log_z = jax.nn.logsumexp(logits, axis=-1)
-  chosen = jnp.take_along_axis(logits, y[..., None], axis=-1)[..., 0]
-  probs = jnp.exp(logits - log_z[..., None])
-  entropy = log_z - jnp.sum(probs * logits, axis=-1)
-  return arrays.TokenScores(chosen - log_z, entropy)
+  top = jnp.max(logits, axis=-1, keepdims=True)
+  log_z = top + jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
+  probs = jnp.exp(logits - log_z)
+  mean = jnp.sum(probs * logits, axis=-1, keepdims=True)
+  chosen = jnp.take_along_axis(logits, y[..., None], axis=-1)
+  scores = arrays.TokenScores((chosen - log_z)[..., 0], (log_z - mean)[..., 0])
+
+  def pullback(
+    d_logp: jax.Array, d_entropy: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array]:
+    ids = jax.lax.broadcasted_iota(y.dtype, logits.shape, logits.ndim - 1)
+    d_logits = jnp.where(ids == y[..., None], 1.0 - probs, -probs)
+    if slope is not None:
+      d_logits *= slope
+    scale = d_logp[..., None] / temperature
+    if d_entropy is not None:
+      by_entropy = probs * (mean - logits)
+      if slope is not None:
+        by_entropy *= slope
+      d_logits = (
+        scale * d_logits + d_entropy[..., None] / temperature * by_entropy
+      )
+      scale = jnp.ones_like(scale)
+    d_h = scale * (d_logits @ weights.T)
+    return d_h, jnp.einsum('btd,btv->dv', scale * h, d_logits)
+
+  return scores, pullback
+
+
+def _accumulate(
+  part: Callable[..., Any], weights: jax.Array, chunks: tuple[Any, ...]
+) -> tuple[Any, jax.Array, jax.Array]:
+  """Maps `part` over chunks and adds up the gradients by the weights.
+
+  Args:
+    part: (h, weights, *rest) → (outputs, (d_h, d_weights)).
+    weights: float32, [D, V].
+    chunks: (h, *rest), as `split` of `_chunking` makes them.
+
+  Returns:
+    (outputs, d_h) of all chunks, and d_weights.
+  """
+
+  def add(total: jax.Array, chunk: Any) -> Any:
+    h, *rest = chunk
+    outputs, (d_h, d_weights) = part(h, weights, *rest)
+    return total + d_weights, (outputs, d_h)
+
+  d_weights, (outputs, d_h) = jax.lax.scan(add, jnp.zeros_like(weights), chunks)
+  return outputs, d_h, d_weights
 
 
 def _chunking(
