@@ -14,12 +14,14 @@ from scalerl_jax import data
 from scalerl_jax import length_control
 from scalerl_jax import models
 from scalerl_jax import records
+from scalerl_jax.build import workdir as workdir_lib
 from scalerl_jax.generation import decode
 from scalerl_jax.generation import jax_engine
 from scalerl_jax.training import checkpointing
 from scalerl_jax.training import optimizer
 from scalerl_jax.training import state as state_lib
 from tests import tiny
+from tests import tiny_checkpoint
 
 _TOKENIZER = data.ByteTokenizer()
 
@@ -79,6 +81,37 @@ def _assert_same_run(config, one, other):
   assert a.updates == b.updates
   assert _leaves(a.train_state) == _leaves(b.train_state)
   assert _leaves(a.host) == _leaves(b.host)
+
+
+def test_k06_training_and_evaluation_share_one_template(tmp_path, monkeypatch):
+  path = tiny_checkpoint.write_tokenizer(tmp_path / 'tokenizer')
+  config = tiny.config(
+    num_updates=1,
+    data={'tokenizer': str(path), 'chat': True, 'max_prompt_tokens': 64},
+    warm_start={'num_steps': 0},
+    batch={'max_tokens': 104},
+  )
+  asked = {}
+  submit = jax_engine.JaxEngine.submit
+
+  def record(self, request):
+    asked[request.problem_id] = request.prompt_ids.tolist()
+    submit(self, request)
+
+  monkeypatch.setattr(jax_engine.JaxEngine, 'submit', record)
+  build.run(config, tmp_path / 'run')
+  tokenizer = data.HfTokenizer(path, chat=True)
+  splits = workdir_lib.read_problems(config, tmp_path / 'run', tokenizer)
+  for problems in splits:
+    found = [p for p in problems if p.problem_id in asked]
+    assert found
+    for problem in found:
+      text = tokenizer.decode(asked.pop(problem.problem_id))
+      # Its end of a turn is a stop token, which decoding leaves out.
+      assert text == (
+        f'<|im_start|>user\n{problem.prompt}\n<|im_start|>assistant\n'
+      )
+  assert not asked
 
 
 def test_directory_has_every_file_of_the_design(workdir):

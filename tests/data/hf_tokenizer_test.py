@@ -6,7 +6,9 @@ import pytest
 
 from scalerl_jax import data
 from scalerl_jax.data import tokenizer as tokenizer_lib
+from scalerl_jax.training import batching
 from tests import tiny_checkpoint
+from tests.training import tiny_batch
 
 _END, _START, _STOP, _THINK = 0, 1, 2, 3
 _HELLO = 4 + 256 + 3
@@ -91,6 +93,28 @@ def test_the_template_may_be_one_of_several(change):
   directory = change(tokenizer_config={'chat_template': named})
   tokenizer = data.HfTokenizer(directory, chat=True)
   assert tokenizer.decode(tokenizer.encode_prompt('hello')) == 'hello!'
+
+
+def test_k03_a_template_that_drops_thoughts_never_sees_a_response(change):
+  # As that of Qwen3 does with turns of the assistant.
+  template = (
+    '{% for m in messages %}<|im_start|>{{ m.role }}\n'
+    "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
+  )
+  directory = change(tokenizer_config={'chat_template': template})
+  tokenizer = data.HfTokenizer(directory, chat=True)
+  prompt = tokenizer.encode_prompt('hello')
+  response = [*tokenizer.encode('why</think>hello'), _STOP]
+  assert prompt == _conversation(tokenizer, [_HELLO])
+  batch, _ = batching.assemble(
+    [tiny_batch.group(0, tiny_batch.rollout(response), prompt=prompt)],
+    num_rows=1,
+    row_tokens=len(prompt + response),
+  )
+  # The prompt is a prefix and the thought is trained on, as sampled.
+  assert batch.tokens[0].tolist() == prompt + response
+  assert batch.loss_mask[0].sum() == len(response)
 
 
 def test_settings_of_the_file_do_not_cut_or_pad(directory, tmp_path):

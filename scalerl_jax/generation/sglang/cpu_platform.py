@@ -44,8 +44,12 @@ def __getattr__(name: str) -> Any:
       return 'torch_native'
 
     def init_backend(self) -> None:
-      """Lets the experts of mixtures be recorded in plain memory."""
+      """Takes faster kernels, and plain memory to record experts in."""
       from sglang.srt.mem_cache.pool_host import common
+
+      from scalerl_jax.generation.sglang import cpu_kernels
+
+      cpu_kernels.install()
 
       def allocate(
         dims: Any, *, dtype: Any, device: str, allocator: Any, **_: Any
