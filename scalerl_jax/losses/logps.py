@@ -262,7 +262,8 @@ def _score(
         scale * d_logits + d_entropy[..., None] / temperature * by_entropy
       )
       scale = jnp.ones_like(scale)
-    d_h = scale * (d_logits @ weights.T)
+    # Of `weights.T` a mesh would gather another copy.
+    d_h = scale * jnp.einsum('btv,dv->btd', d_logits, weights)
     return d_h, jnp.einsum('btd,btv->dv', scale * h, d_logits)
 
   return scores, pullback

@@ -94,7 +94,16 @@ def sample(
   sampling_seed: torch.Tensor | None = None,
   positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-  """Draws a token of each row of probabilities by inversion, [B, V] → [B]."""
+  """Draws a token of each row of probabilities by inversion.
+
+  Args:
+    probs: Probabilities, or weights in proportion to them, [B, V].
+    sampling_seed: None, or a seed per row: SGLang's own sampling then answers.
+    positions: Of the drawn tokens in their sequences, where seeds are given.
+
+  Returns:
+    Token ids, int32, [B].
+  """
   if sampling_seed is not None:
     return _seeded(probs, sampling_seed=sampling_seed, positions=positions)
   # Tokens below 1e-7 would vanish in float32 sums.
