@@ -226,6 +226,23 @@ def test_m05_connections_that_are_cut_cost_no_rollout(servers, make, proxy):
 # --- Weights. ---------------------------------------------------------------
 
 
+def test_w04_weights_go_by_files_alone(servers, make, proxy):
+  paths = []
+  proxy.cuts = paths.append  # Which cuts none.
+  made = make(
+    urls=(proxy.url, servers.urls[1]), **LONG, options={'update': 'retract'}
+  )
+  paths.clear()
+  run(
+    made,
+    weights={0: 0, 1: 1},
+    during=lambda: made.update_weights(tiny_model.params(1), 1),
+  )
+  pushes = [path for path in paths if 'weights' in path]
+  assert pushes.count('/update_weights_from_disk') == 1
+  assert set(pushes) <= {'/update_weights_from_disk', '/weights_checker'}
+
+
 def test_w21_a_push_that_dies_half_way_leaves_that_server_out(
   servers, make, proxy
 ):
