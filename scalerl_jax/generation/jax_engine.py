@@ -76,7 +76,7 @@ class JaxEngine:
     self._prefill_rows = prefill_rows
     self._key = key
     self._params: transformer.Params | None = None
-    self._unstacked: transformer.Params | None = None
+    self._prepared: transformer.Params | None = None
     self._version = -1
     self._queue: list[_Pending] = []  # Some samples wait for a slot.
     self._active: dict[int, _Pending] = {}  # By visit; not complete.
@@ -86,7 +86,7 @@ class JaxEngine:
     self._admit = self._compile('admit', decode.admit)
     self._run = self._compile('run', decode.run)
     self._refresh = self._compile('refresh', decode.refresh)
-    self._unstack = jax.jit(transformer.unstack_layers)
+    self._prepare = jax.jit(decode.prepare)
 
   def fork(self, *, key: jax.Array, keep_routing: bool = True) -> 'JaxEngine':
     """Makes an engine with slots of its own that shares the compiled code.
@@ -102,7 +102,7 @@ class JaxEngine:
     other.num_compiles = self.num_compiles
     other._keep_routing = keep_routing
     other._admit, other._run = self._admit, self._run
-    other._refresh, other._unstack = self._refresh, self._unstack
+    other._refresh, other._prepare = self._refresh, self._prepare
     return other
 
   def _compile(self, name: str, fn: Any) -> Any:
@@ -166,18 +166,18 @@ class JaxEngine:
   def update_weights(self, params: transformer.Params, version: int) -> None:
     """Swaps the weights between dispatches; the cache is kept."""
     self._params = params
-    self._unstacked = self._unstack(params)
+    self._prepared = self._prepare(params)
     self._version = version
 
   def step(self) -> list[records.RolloutGroup]:
     """Admits waiting samples, decodes one dispatch, returns complete groups."""
-    if self._unstacked is None:
+    if self._prepared is None:
       raise RuntimeError('update_weights must be called before step')
     self._admit_waiting()
     if all(slot is None for slot in self._slots):
       return []
     version = jnp.asarray(self._version, jnp.int32)
-    self._state = self._run(self._unstacked, self.spec, self._state, version)
+    self._state = self._run(self._prepared, self.spec, self._state, version)
     return self._collect()
 
   def generate(
@@ -247,7 +247,7 @@ class JaxEngine:
 
   def close(self) -> None:
     """Drops the weights and the slots."""
-    self._params = self._unstacked = None
+    self._params = self._prepared = None
 
   def _admit_waiting(self) -> None:
     N = self.spec.num_slots

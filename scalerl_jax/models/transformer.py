@@ -123,12 +123,14 @@ def unstack_layers(params: Params) -> Params:
   Slicing a stack inside the decode loop copies the weights at every step.
 
   Args:
-    params: Parameters of a model, blocks stacked.
+    params: Parameters of a model.
 
   Returns:
-    The same with `layers` a tuple of one dict per block.
+    The same with `layers` a tuple of one dict per block; as they are if it is.
   """
   stacked = params['layers']
+  if not isinstance(stacked, dict):
+    return params
   num_layers = jax.tree.leaves(stacked)[0].shape[0]
   blocks = tuple(
     jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(num_layers)
@@ -412,8 +414,7 @@ def _cached_blocks(
   place: _Place,
   cache: cache_lib.KVCache,
 ) -> tuple[jax.Array, cache_lib.KVCache, moe.Routing | None]:
-  if isinstance(params['layers'], dict):
-    params = unstack_layers(params)
+  params = unstack_layers(params)
   T = x.shape[1]
   S = cache.visible.shape[1]
   age = jnp.arange(S) - cache.column  # [S]; 0 at the first new column.
